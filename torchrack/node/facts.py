@@ -1,0 +1,234 @@
+"""Print this node's facts as one JSON object. Runs on the node: standard library only, nothing of torchrack's.
+
+    facts.py                               what a plan needs
+    facts.py --health FOLDER RACK NODE     and what preflight judges: limits, clock, GPUs, versions, links, leftovers
+
+Versions come from the names of package metadata: importing torch would cost seconds. It only reads; nothing is changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import pwd
+import resource
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import time
+
+LARGEST = 1 << 26  # bytes of a file that is still hashed
+
+
+def nics() -> list[dict[str, object]]:
+    ip = shutil.which("ip") or "/usr/sbin/ip"
+    links = json.loads(subprocess.run([ip, "-j", "-4", "addr"], capture_output=True, check=True, text=True).stdout)
+    return [
+        {"name": link["ifname"], "address": info["local"], "prefix": info["prefixlen"]}
+        for link in links
+        for info in link.get("addr_info", [])
+        if info.get("family") == "inet"
+    ]
+
+
+def memory_available() -> int:
+    with open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def installed() -> dict[str, str]:
+    """Versions by package, as the names of metadata folders tell them: to read them all takes 0.1 s."""
+    found = {}
+    for folder in reversed(sys.path):
+        try:
+            entries = os.listdir(folder)
+        except OSError:
+            continue
+        for entry in entries:
+            stem, kind = os.path.splitext(entry)
+            if kind in (".dist-info", ".egg-info"):
+                name, version, *_ = *stem.split("-"), ""  # torch-2.13.0+cpu.dist-info, torch-2.13.0-py3.11.egg-info
+                found[name.lower().replace("_", "-").replace(".", "-")] = version or told_version(f"{folder}/{entry}")
+    return found
+
+
+def told_version(metadata: str) -> str:
+    """Of a package whose folder's name does not tell: torch.egg-info, as a build from source leaves it."""
+    try:
+        with open(f"{metadata}/PKG-INFO") as lines:
+            return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("Version:")), "")
+    except (OSError, ValueError):
+        return ""
+
+
+def first_line(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.readline().strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def resolved(name: str) -> list[str]:
+    try:
+        return sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None)})
+    except OSError:
+        return []
+
+
+def listening() -> list[int]:
+    """TCP ports that somebody listens on."""
+    ports = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            with open(table) as lines:
+                rows = [line.split() for line in list(lines)[1:]]
+        except OSError:
+            continue
+        ports |= {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A"}
+    return sorted(ports)
+
+
+def links() -> list[dict[str, object]]:
+    """mtu in bytes; speed in Mbit/s, 0 where the driver does not tell."""
+    base, found = "/sys/class/net", list[dict[str, object]]()
+    for name in sorted(os.listdir(base)) if os.path.isdir(base) else ():
+        speed, mtu = first_line(f"{base}/{name}/speed"), first_line(f"{base}/{name}/mtu")
+        found.append({"name": name, "mtu": int(mtu or 0), "speed": int(speed) if speed.isdigit() else 0})
+    return found
+
+
+def default_nic() -> str:
+    with open("/proc/net/route") as lines:
+        rows = [line.split() for line in list(lines)[1:]]
+    return next((row[0] for row in rows if row[1] == "00000000" and row[7] == "00000000"), "")
+
+
+def rdma() -> list[dict[str, object]]:
+    base, found = "/sys/class/infiniband", list[dict[str, object]]()
+    for device in sorted(os.listdir(base)) if os.path.isdir(base) else ():
+        for port in sorted(os.listdir(f"{base}/{device}/ports")):
+            where = f"{base}/{device}/ports/{port}"
+            state, rate = (first_line(f"{where}/{name}") for name in ("state", "rate"))
+            found.append({"device": f"{device}:{port}", "state": state, "rate": rate})
+    return found
+
+
+def gpus() -> dict[str, object]:
+    tool = shutil.which("nvidia-smi")
+    if not tool:
+        return {"gpus": [], "driver": "", "gpu_error": ""}
+    query = "--query-gpu=name,driver_version,memory.used,memory.total"
+    try:
+        done = subprocess.run(
+            [tool, query, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=30
+        )
+    except subprocess.TimeoutExpired:
+        return {"gpus": [], "driver": "", "gpu_error": "nvidia-smi did not answer within 30 s"}
+    if done.returncode:
+        return {"gpus": [], "driver": "", "gpu_error": (done.stdout + done.stderr).strip()[:300]}
+    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+    found = [{"name": row[0], "used_mib": int(row[2]), "total_mib": int(row[3])} for row in rows]
+    return {"gpus": found, "driver": rows[0][1] if rows else "", "gpu_error": ""}
+
+
+def runs() -> list[dict[str, object]]:
+    """Living processes that carry a run's tag."""
+    found: dict[str, list[int]] = {}
+    for pid in os.listdir("/proc"):
+        if pid.isdigit():
+            try:
+                with open(f"/proc/{pid}/environ", "rb") as file:
+                    items = file.read().split(b"\0")
+            except OSError:
+                continue
+            for item in items:
+                if item.startswith(b"TORCHRACK_RUN="):
+                    found.setdefault(item[14:].decode(errors="replace"), []).append(int(pid))
+    return [{"run": run, "pids": pids} for run, pids in sorted(found.items())]
+
+
+def limit(which: int) -> int:
+    """The soft limit; -1 is none."""
+    soft = resource.getrlimit(which)[0]
+    return -1 if soft == resource.RLIM_INFINITY else soft
+
+
+def free(path: str) -> int:
+    while not os.path.isdir(path):
+        path = os.path.dirname(path)
+    disk = os.statvfs(path)
+    return disk.f_frsize * disk.f_bavail
+
+
+def digest(folder: str) -> str:
+    """One name for all files that are really there, as plan/render.py names a payload; "" without any."""
+    hashed = {}
+    for where, folders, names in os.walk(folder + "/"):
+        folders[:] = [name for name in folders if name != "__pycache__"]  # Python's own
+        for name in names:
+            path = os.path.join(where, name)
+            try:
+                seen = os.lstat(path)
+                if not stat.S_ISREG(seen.st_mode) or seen.st_size > LARGEST:
+                    return "?"  # nothing that a deploy puts there
+                with open(path, "rb") as file:
+                    hashed[os.path.relpath(path, folder)] = hashlib.sha256(file.read()).hexdigest()
+            except OSError:
+                return "?"
+    lines = "".join(f"{hashed[path]}  {path}\n" for path in sorted(hashed))
+    return hashlib.sha256(lines.encode()).hexdigest()[:8] if lines else ""
+
+
+def health(packages: dict[str, str], folder: str, rack: str, node: str) -> dict[str, object]:
+    beside = os.path.dirname(sys.executable)
+    full = os.path.expanduser(folder)
+    return {
+        "clock": time.time(),
+        "user": pwd.getpwuid(os.getuid()).pw_name if os.getuid() in {row.pw_uid for row in pwd.getpwall()} else "",
+        "python": sys.executable,
+        "missing": [name for name in ("python", "torchrun") if not os.access(f"{beside}/{name}", os.X_OK)],
+        "folder": full,
+        "deployed": digest(f"{full}/{rack}/{node}/current"),
+        "disk_free": free(full),
+        "memlock": limit(resource.RLIMIT_MEMLOCK),
+        "nofile": limit(resource.RLIMIT_NOFILE),
+        "stack": limit(resource.RLIMIT_STACK),
+        "nccl": next((version for name, version in packages.items() if name.startswith("nvidia-nccl-cu")), ""),
+        "own_name": resolved(socket.gethostname()),
+        "ssh_address": (os.environ.get("SSH_CONNECTION", "").split() + [""] * 4)[2],
+        "default_nic": default_nic(),
+        "links": links(),
+        "rdma": rdma(),
+        "rdma_usable": os.access("/dev/infiniband", os.R_OK | os.X_OK),
+        "listening": listening(),
+        "port_range": [int(word) for word in first_line("/proc/sys/net/ipv4/ip_local_port_range").split()],
+        "runs": runs(),
+        **gpus(),
+    }
+
+
+def main() -> None:
+    shm, packages = os.statvfs("/dev/shm"), installed()
+    facts: dict[str, object] = {
+        "hostname": socket.gethostname(),
+        "nics": nics(),
+        "cores": len(os.sched_getaffinity(0)),
+        "shm": shm.f_frsize * shm.f_blocks,
+        "memory": memory_available(),
+        "python": platform.python_version(),
+        "torch": packages.get("torch", ""),
+    }
+    if sys.argv[1:2] == ["--health"]:
+        facts["health"] = health(packages, *sys.argv[2:])
+    json.dump(facts, sys.stdout)
+
+
+main()
