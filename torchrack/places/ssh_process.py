@@ -1,0 +1,167 @@
+"""A command behind a raw ssh channel, with the face of subprocess.Popen.
+
+Not Fabric's run(): its in_stream sends a character per 10 ms, and its timeout leaves the remote command running. The
+remote command sees the end of its stdin when the channel, the connection or this process goes.
+"""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import threading
+import time
+from contextlib import suppress
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Self
+
+from torchrack.model.errors import Unreachable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from paramiko import Channel, Transport
+
+CHUNK = 1 << 15  # bytes; what one ssh packet carries
+START_S = 10.0
+LOST, SIGNALLED = 255, -9  # as the ssh command says of a lost connection; paramiko tells not which signal it was
+
+
+class RemoteProcess:
+    """One exec on its own channel of a connection. `command` is text for the user's login shell.
+
+    Raises Unreachable where the host does not start it within START_S seconds: it is gone, or it hangs.
+    """
+
+    def __init__(self, transport: Transport, command: str) -> None:
+        self.args, self._transport = command, transport
+        self._channel: Channel = _started(transport, command)
+        self.stdin: IO[bytes] = io.BufferedWriter(_Sink(self._channel), CHUNK)  # type: ignore[type-var]
+        self.stdout: IO[bytes] = io.BufferedReader(_Source(self._channel.recv, self._channel), CHUNK)
+        self.stderr: IO[bytes] = io.BufferedReader(_Source(self._channel.recv_stderr, self._channel), CHUNK)
+
+    def bound(self, seconds: float) -> None:
+        """From now on a read that gets nothing for so long raises TimeoutError."""
+        self._channel.settimeout(seconds)
+
+    def poll(self) -> int | None:
+        return self._code() if self._channel.status_event.is_set() else None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if not self._channel.status_event.wait(timeout):
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        return self._code()
+
+    def _code(self) -> int:
+        code: int = self._channel.exit_status
+        if code >= 0:
+            return code
+        return SIGNALLED if self._transport.is_active() else LOST
+
+    def communicate(self, input: bytes | None = None, timeout: float | None = None) -> tuple[bytes, bytes]:
+        """As Popen's: give `input`, read both streams to their ends, wait."""
+        until = None if timeout is None else time.monotonic() + timeout
+        seen: dict[str, list[bytes]] = {"stdout": [], "stderr": []}
+        threads = [threading.Thread(target=_feed, args=(self.stdin, input or b""), daemon=True)]
+        for name, file in (("stdout", self.stdout), ("stderr", self.stderr)):
+            threads.append(threading.Thread(target=_drain, args=(file, seen[name]), daemon=True))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(None if until is None else max(0, until - time.monotonic()))
+        stdout, stderr = (b"".join(seen[name]) for name in ("stdout", "stderr"))
+        if any(thread.is_alive() for thread in threads):
+            raise subprocess.TimeoutExpired(self.args, timeout or 0, stdout, stderr)
+        self.wait(None if until is None else max(0.1, until - time.monotonic()))
+        return stdout, stderr
+
+    def kill(self) -> None:
+        """Close the channel: the command's stdin ends and its output breaks. sshd offers no more than that."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None:
+        _close(self.stdin)
+        if error is None:
+            self.wait()
+        self._channel.close()
+        for file in (self.stdout, self.stderr):
+            _close(file)
+
+
+def _started(transport: Transport, command: str) -> Channel:
+    from paramiko import SSHException
+
+    channel = None
+    try:
+        channel = transport.open_session(timeout=START_S)
+        bound = threading.Timer(START_S, channel.close)  # paramiko itself would wait for ever
+        bound.daemon = True
+        bound.start()
+        channel.exec_command(command)
+        bound.cancel()
+    except (SSHException, EOFError, OSError) as error:
+        if channel is not None:
+            channel.close()
+        why = f"the host starts no command any more ({str(error).strip() or type(error).__name__})"
+        raise Unreachable("reachable", why, "is it up? a machine that swaps or hangs looks like this") from error
+    return channel
+
+
+class _Source(io.RawIOBase):
+    """One of a channel's two streams from the remote command."""
+
+    def __init__(self, receive: Callable[[int], bytes], channel: Channel) -> None:
+        self._receive, self._channel = receive, channel
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        data = self._receive(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+
+class _Sink(io.RawIOBase):
+    """The remote command's stdin; closing it is the end of file there."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: bytes) -> int:  # type: ignore[override]
+        sent: int = self._channel.send(bytes(data[:CHUNK]))
+        if sent == 0:
+            raise BrokenPipeError("the ssh channel is closed")
+        return sent
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            if not self._channel.closed:
+                self._channel.shutdown_write()
+
+
+def _feed(file: IO[bytes], data: bytes) -> None:
+    try:
+        file.write(data)
+    except OSError:
+        pass  # the command ended without reading all of it, which is its affair
+    finally:
+        _close(file)
+
+
+def _close(file: IO[bytes]) -> None:
+    with suppress(OSError):  # what was still buffered may find nobody
+        file.close()
+
+
+def _drain(file: IO[bytes], chunks: list[bytes]) -> None:
+    while data := file.read1(CHUNK):  # type: ignore[attr-defined]
+        chunks.append(data)
