@@ -1,0 +1,3 @@
+from torchrack.cli import main
+
+main()

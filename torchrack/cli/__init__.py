@@ -1,0 +1,34 @@
+"""The command line. `main` is the one place where torchrack's own errors are caught; anything else is a bug."""
+
+from __future__ import annotations
+
+import errno
+import signal
+import sys
+from types import FrameType
+
+from torchrack.model.errors import TorchrackError
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> None:
+    """Entry point; exits with 0, 1, 2, 3 or 4 as DESIGN's table says."""
+    from torchrack.cli.app import app
+
+    signal.signal(signal.SIGTERM, _terminate)  # SIGTERM ends a run as cleanly as Ctrl-C does
+    try:
+        app()
+    except TorchrackError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output went away; Python would complain about the flush at exit
+        sys.exit(1)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print(f"error: {error.strerror}: {error.filename or 'the output is cut off'}\n  fix: df -h", file=sys.stderr)
+        sys.exit(4)
