@@ -1,0 +1,49 @@
+"""Runtimes that tests need: missing, a test is skipped with the reason; if TORCHRACK_REQUIRE names it, it fails."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from torchrack.model.errors import TorchrackError
+from torchrack.run.lifecycle import LOCAL_PLACES
+
+REQUIRED = {name for name in os.environ.get("TORCHRACK_REQUIRE", "").split(",") if name}
+PLACE_OF = {"docker": "compose", "netns": "netns"}
+
+
+@cache
+def missing(runtime: str) -> str | None:
+    """Why a runtime cannot be used here, or None. Also makes what its nodes need: the image, or torch in this venv."""
+    if runtime == "ssh":
+        return (
+            None
+            if shutil.which("sshd") or Path("/usr/sbin/sshd").exists()
+            else "no sshd: apt-get install openssh-server"
+        )
+    place = LOCAL_PLACES[PLACE_OF[runtime]]("probe", Path("/nonexistent/torchrack-probe"))
+    try:
+        place.check()
+        place.prepare(print)
+    except TorchrackError as error:
+        return str(error)
+    return None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for runtime in ("docker", "netns", "ssh"):
+        if item.get_closest_marker(runtime) and (reason := missing(runtime)):
+            if runtime in REQUIRED:
+                pytest.fail(f"TORCHRACK_REQUIRE names {runtime}, but: {reason}", pytrace=False)
+            pytest.skip(f"{runtime}: {reason}")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of its own for .torchrack/, so that tests never touch the user's racks."""
+    monkeypatch.setenv("TORCHRACK_HOME", str(tmp_path))
+    return tmp_path
