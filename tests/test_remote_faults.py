@@ -151,14 +151,13 @@ for path in glob.glob("/proc/[0-9]*/cmdline"):
 # What is wrong with a host
 
 
-def fake_python(there: Machines, version: str, site: str = "") -> str:
-    """A Python on node1 whose torch says another version; `site` runs at its start."""
+def fake_python(there: Machines, version: str) -> str:
+    """A Python on node1 whose torch says another version."""
     home = there.all[1].home / f"fake-{version}"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", "--symlinks", str(home)], check=True)
     packages = next(home.glob("lib/python*/site-packages"))
     (packages / f"torch-{version}.dist-info").mkdir()
     (packages / f"torch-{version}.dist-info/METADATA").write_text(f"Name: torch\nVersion: {version}\n")
-    (packages / "sitecustomize.py").write_text(site)
     (home / "bin/torchrun").write_text("#!/bin/sh\n")
     (home / "bin/torchrun").chmod(0o755)
     return str(home / "bin/python")
@@ -181,9 +180,12 @@ def test_no_torch_and_no_such_python(there: Machines, tmp_path: Path) -> None:
 def test_a_clock_that_is_a_minute_off(there: Machines, tmp_path: Path) -> None:
     import torch  # its version: the clock alone must stand out
 
-    late = "import time\nreal = time.time\ntime.time = lambda: real() + 60\n"
-    python = fake_python(there, torch.__version__, late)
-    row = look(place_of(there, tmp_path, altered(there, python=python)))["clock"]
+    python = fake_python(there, torch.__version__)
+    late = "import sys, time; real = time.time; time.time = lambda: real() + 60; exec(sys.stdin.read())"
+    wrapper = Path(python).with_name("late")
+    wrapper.write_text(f'#!/bin/sh\n[ "$1 $2 $3" = "-I -S -" ] && shift 3\nexec {python} -I -S -c "{late}" "$@"\n')
+    wrapper.chmod(0o755)
+    row = look(place_of(there, tmp_path, altered(there, python=str(wrapper))))["clock"]
     assert row.state == "fail" and 58 < float(row.value.removesuffix(" s")) < 62
 
 
@@ -426,6 +428,30 @@ def test_stop_from_another_checkout(there: Machines, running: subprocess.Popen[s
     assert wait_until(lambda: nothing_runs(there), 5)
     running.communicate(timeout=60)
     assert running.returncode == 1
+
+
+@pytest.mark.parametrize("after", ["push", "scripts", "ready"])
+def test_a_host_that_dies_while_a_run_is_started(there: Machines, cli: Remote, tmp_path: Path, after: str) -> None:
+    """It goes as soon as the client has told the end of that phase."""
+    script = tmp_path / "sleeper.py"
+    script.write_text(SLEEPER)
+    assert cli.on(there, "deploy").returncode == 0
+    machine, began = there.all[1], time.monotonic()
+    with cli.start("launch", *cli.named(there), "--deadline", "120", str(script)) as process:
+        assert process.stderr
+        told = next((line for line in process.stderr if after in line.split()[:2]), "")
+        machine.refuse()
+        machine.hang_up()
+        try:
+            _, said = process.communicate(timeout=90)
+        finally:
+            machine.open()
+            process.kill()
+    assert told and process.returncode in (1, 4), said
+    assert "node1" in said or f"127.0.0.1:{machine.port}" in said, said
+    assert time.monotonic() - began < 60
+    assert wait_until(lambda: nothing_runs(there), 20)
+    assert cli.on(there, "stop").returncode == 0, "the host is back, and nothing is in the way"
 
 
 def test_a_host_that_dies_in_the_middle_of_a_run(there: Machines, running: subprocess.Popen[str]) -> None:

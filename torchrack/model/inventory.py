@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from torchrack.model.errors import InvalidFile, NotFound
+from torchrack.model.files import LOADER
 
 # Ansible's name (older ones too) -> Host's.
 ANSIBLE = {
@@ -88,7 +89,7 @@ class Inventory:
 def read_inventory(path: Path) -> Inventory:
     """Raises NotFound, or InvalidFile where it is no YAML; other problems are collected in the result."""
     try:
-        root = yaml.compose(path.read_text(), Loader=yaml.SafeLoader)
+        root = yaml.compose(path.read_text(), Loader=LOADER)
     except FileNotFoundError as error:
         raise NotFound(f"no inventory {path}", "check the path, or HOSTS='user@a,user@b:2222'") from error
     except (OSError, UnicodeDecodeError) as error:

@@ -1,38 +1,47 @@
-"""Print this node's facts as one JSON object. Runs on the node: standard library only, nothing of torchrack's.
+"""Print this node's facts as one Python literal. Runs on the node: standard library only, nothing of torchrack's.
 
     facts.py                               what a plan needs
     facts.py --health FOLDER RACK NODE     and what preflight judges: limits, clock, GPUs, versions, links, leftovers
 
 Versions come from the names of package metadata: importing torch would cost seconds. It only reads; nothing is changed.
+It runs with -S, and without json, socket, subprocess and shutil: their imports took five times as long as the facts.
 """
 
 from __future__ import annotations
 
+import _socket
 import hashlib
-import json
 import os
-import platform
 import pwd
 import resource
-import shutil
-import socket
+import site
 import stat
-import subprocess
 import sys
 import time
 
 LARGEST = 1 << 26  # bytes of a file that is still hashed
 
 
+def which(name: str) -> str:
+    """The path of a command; where an ordinary user's PATH has no sbin, that one's too."""
+    paths = [f"{folder}/{name}" for folder in (*os.get_exec_path(), "/usr/sbin", "/sbin")]
+    return next((path for path in paths if os.access(path, os.X_OK)), "")
+
+
 def nics() -> list[dict[str, object]]:
-    ip = shutil.which("ip") or "/usr/sbin/ip"
-    links = json.loads(subprocess.run([ip, "-j", "-4", "addr"], capture_output=True, check=True, text=True).stdout)
-    return [
-        {"name": link["ifname"], "address": info["local"], "prefix": info["prefixlen"]}
-        for link in links
-        for info in link.get("addr_info", [])
-        if info.get("family") == "inet"
-    ]
+    """Every IPv4 address. Raises OSError where there is no `ip`."""
+    readable, writable = os.pipe()
+    argv = [which("ip") or "ip", "-o", "-4", "addr"]
+    pid = os.posix_spawnp(argv[0], argv, os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, writable, 1)])
+    os.close(writable)
+    with open(readable) as file:
+        rows = [line.split() for line in file]
+    os.waitpid(pid, 0)
+    found = []
+    for _, name, _, address, *more in rows:  # 2: eth0 inet 10.0.0.5/24 brd …, or: inet 10.0.0.5 peer 10.0.0.6/32 …
+        prefix = (address if "/" in address else more[1]).partition("/")[2]
+        found.append({"name": name, "address": address.partition("/")[0], "prefix": int(prefix)})
+    return found
 
 
 def memory_available() -> int:
@@ -43,15 +52,46 @@ def memory_available() -> int:
     return 0
 
 
+def package_folders() -> list[str]:
+    """Where packages are: what the site module, which -S leaves out, would have put on sys.path, first things first."""
+    top = os.path.dirname(os.path.dirname(os.path.abspath(sys.executable)))
+    folders = site.getsitepackages()
+    try:
+        with open(f"{top}/pyvenv.cfg") as lines:
+            settings = [line.replace(" ", "").strip().lower() for line in lines]
+    except OSError:
+        settings = None
+    if settings is not None:
+        python = "python%d.%d" % sys.version_info[:2]
+        own = [f"{top}/{lib}/{python}/site-packages" for lib in ("lib", "lib64")]
+        folders = own + (folders if "include-system-site-packages=true" in settings else [])
+    for folder in tuple(folders):
+        for name in sorted(entries(folder)):
+            if name.endswith(".pth"):  # names more folders; lines of code in it are not run
+                folders += [os.path.join(folder, line) for line in lines_of(f"{folder}/{name}") if line]
+    return folders
+
+
+def entries(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def lines_of(path: str) -> list[str]:
+    try:
+        with open(path) as lines:
+            return [line.strip() for line in lines]
+    except (OSError, ValueError):
+        return []
+
+
 def installed() -> dict[str, str]:
     """Versions by package, as the names of metadata folders tell them: to read them all takes 0.1 s."""
     found = {}
-    for folder in reversed(sys.path):
-        try:
-            entries = os.listdir(folder)
-        except OSError:
-            continue
-        for entry in entries:
+    for folder in reversed(package_folders()):
+        for entry in entries(folder):
             stem, kind = os.path.splitext(entry)
             if kind in (".dist-info", ".egg-info"):
                 name, version, *_ = *stem.split("-"), ""  # torch-2.13.0+cpu.dist-info, torch-2.13.0-py3.11.egg-info
@@ -61,24 +101,18 @@ def installed() -> dict[str, str]:
 
 def told_version(metadata: str) -> str:
     """Of a package whose folder's name does not tell: torch.egg-info, as a build from source leaves it."""
-    try:
-        with open(f"{metadata}/PKG-INFO") as lines:
-            return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("Version:")), "")
-    except (OSError, ValueError):
-        return ""
+    told = (line.split(":", 1)[1].strip() for line in lines_of(f"{metadata}/PKG-INFO") if line.startswith("Version:"))
+    return next(told, "")
 
 
 def first_line(path: str) -> str:
-    try:
-        with open(path) as file:
-            return file.readline().strip()
-    except (OSError, ValueError):
-        return ""
+    return next(iter(lines_of(path)), "")
 
 
 def resolved(name: str) -> list[str]:
     try:
-        return sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None)})
+        found = _socket.getaddrinfo(name.encode(), None)  # a str would be read as IDNA, whose import takes long
+        return sorted({str(info[4][0]) for info in found})
     except OSError:
         return []
 
@@ -87,11 +121,7 @@ def listening() -> list[int]:
     """TCP ports that somebody listens on."""
     ports = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        try:
-            with open(table) as lines:
-                rows = [line.split() for line in list(lines)[1:]]
-        except OSError:
-            continue
+        rows = [line.split() for line in lines_of(table)[1:]]
         ports |= {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A"}
     return sorted(ports)
 
@@ -106,8 +136,7 @@ def links() -> list[dict[str, object]]:
 
 
 def default_nic() -> str:
-    with open("/proc/net/route") as lines:
-        rows = [line.split() for line in list(lines)[1:]]
+    rows = [line.split() for line in lines_of("/proc/net/route")[1:]]
     return next((row[0] for row in rows if row[1] == "00000000" and row[7] == "00000000"), "")
 
 
@@ -122,9 +151,11 @@ def rdma() -> list[dict[str, object]]:
 
 
 def gpus() -> dict[str, object]:
-    tool = shutil.which("nvidia-smi")
+    tool = which("nvidia-smi")
     if not tool:
         return {"gpus": [], "driver": "", "gpu_error": ""}
+    import subprocess  # only here, where it is small beside nvidia-smi: it can end what does not answer
+
     query = "--query-gpu=name,driver_version,memory.used,memory.total"
     try:
         done = subprocess.run(
@@ -202,7 +233,7 @@ def health(packages: dict[str, str], folder: str, rack: str, node: str) -> dict[
         "nofile": limit(resource.RLIMIT_NOFILE),
         "stack": limit(resource.RLIMIT_STACK),
         "nccl": next((version for name, version in packages.items() if name.startswith("nvidia-nccl-cu")), ""),
-        "own_name": resolved(socket.gethostname()),
+        "own_name": resolved(os.uname().nodename),
         "ssh_address": (os.environ.get("SSH_CONNECTION", "").split() + [""] * 4)[2],
         "default_nic": default_nic(),
         "links": links(),
@@ -218,17 +249,17 @@ def health(packages: dict[str, str], folder: str, rack: str, node: str) -> dict[
 def main() -> None:
     shm, packages = os.statvfs("/dev/shm"), installed()
     facts: dict[str, object] = {
-        "hostname": socket.gethostname(),
+        "hostname": os.uname().nodename,
         "nics": nics(),
         "cores": len(os.sched_getaffinity(0)),
         "shm": shm.f_frsize * shm.f_blocks,
         "memory": memory_available(),
-        "python": platform.python_version(),
+        "python": "%d.%d.%d" % sys.version_info[:3],
         "torch": packages.get("torch", ""),
     }
     if sys.argv[1:2] == ["--health"]:
         facts["health"] = health(packages, *sys.argv[2:])
-    json.dump(facts, sys.stdout)
+    print(repr(facts))
 
 
 main()

@@ -26,8 +26,11 @@ import shutil
 import sys
 import tarfile
 import time
-from collections.abc import Iterable, Iterator
-from typing import Any, NoReturn
+
+TYPE_CHECKING = False  # as typing's own, which takes longer to import than all the rest
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from typing import Any, NoReturn
 
 KEEP = 3
 STALL = 60.0  # seconds without a byte after which whoever sends is taken for dead, and the lock let go

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import ast
 import shlex
 import subprocess
 import time
@@ -68,7 +68,7 @@ class SpawnPlace(ABC):
 
     def spawn_python(self, node: str, source: str) -> Process:
         """A few lines of the standard library, at work on the node; on hosts also before anything is deployed."""
-        return self.spawn(node, [self.python(node), "-I", "-c", source])
+        return self.spawn(node, [self.python(node), "-I", "-S", "-c", source])
 
     def each(self, act: Callable[[str], T]) -> dict[str, T | TorchrackError]:
         """`act` on every node at once; an error of ours is that node's answer, so that one host hides no other."""
@@ -85,7 +85,7 @@ class SpawnPlace(ABC):
     def report(self, node: str) -> Report:
         """Facts and health; nothing is changed."""
         asked = time.time()
-        command = [self.python(node), "-I", "-", "--health", self.home(node), self.name, node]
+        command = [self.python(node), "-I", "-S", "-", "--health", self.home(node), self.name, node]
         output = self.run(node, command, stdin=FACTS_SCRIPT.read_bytes(), timeout=60)
         return self._reported(node, node, output, asked)
 
@@ -94,7 +94,7 @@ class SpawnPlace(ABC):
             text = (output.stdout + output.stderr).decode(errors="replace")
             hint = "torchrack_python in the inventory names one that works"
             raise CommandFailed([f"{node}:", "python3"], output.code, text, hint)
-        said = json.loads(output.stdout)
+        said = ast.literal_eval(output.stdout.decode())
         said["health"] |= {"asked": asked, "answered": time.time(), "host": host}
         return Report.model_validate(said | {"node": node})
 
@@ -104,14 +104,14 @@ class SpawnPlace(ABC):
             return tuple(pool.map(self._facts, nodes, [len(nodes)] * len(nodes)))
 
     def _facts(self, node: str, shared_by: int) -> NodeFacts:
-        command = [self.python(node), "-I", "-"]
+        command = [self.python(node), "-I", "-S", "-"]
         output = self.run(node, command, stdin=FACTS_SCRIPT.read_bytes())
         if output.code:
             text = (output.stdout + output.stderr).decode(errors="replace")
             raise CommandFailed(
                 [f"{node}:", *command], output.code, text, f"make down RACK={self.name}, then try again"
             )
-        return NodeFacts(node=node, shared_by=shared_by, **json.loads(output.stdout))
+        return NodeFacts(node=node, shared_by=shared_by, **ast.literal_eval(output.stdout.decode()))
 
     def _timed_out(self, node: str, argv: Sequence[str], seconds: float, seen: bytes) -> TimedOut:
         tail = "".join(f"\n  | {line}" for line in seen.decode(errors="replace").splitlines()[-5:])

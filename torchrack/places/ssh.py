@@ -226,7 +226,7 @@ class Ssh(SpawnPlace):
             return output.code, output.stderr.decode(errors="replace").strip()
 
     def spawn_python(self, node: str, source: str, *args: str) -> RemoteProcess:
-        return self._found_python(node, "-c", source, *args)
+        return self._found_python(node, "-S", "-c", source, *args)
 
     def _found_python(self, node: str, *args: str) -> RemoteProcess:
         host = self.host(node)
@@ -237,7 +237,7 @@ class Ssh(SpawnPlace):
         host = self.host(node)
         self._transport(node)  # connecting is not part of what the clock is compared with
         asked = time.time()
-        with self._found_python(node, "-", "--health", host.folder, self.name, node) as process:
+        with self._found_python(node, "-S", "-", "--health", host.folder, self.name, node) as process:
             return self._reported(node, str(host), _answer(process, FACTS_SCRIPT.read_bytes()), asked)
 
     def _transport(self, node: str) -> Any:

@@ -12,9 +12,11 @@ import hashlib
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchrack.model.errors import Unreachable
@@ -22,6 +24,7 @@ from torchrack.model.hosts import Host
 
 if TYPE_CHECKING:
     from fabric import Connection
+    from paramiko import HostKeys as KnownHosts
     from paramiko import PKey, SSHClient
 
 CONNECT_S = 10.0  # for TCP, for the server's first words and for the login, each
@@ -30,6 +33,7 @@ KEEPALIVE_S = 5
 SYSTEM_KNOWN_HOSTS = Path("/etc/ssh/ssh_known_hosts")
 logging.getLogger("paramiko").setLevel(logging.CRITICAL + 1)  # tracebacks of what is told as a row of preflight
 HostKeys = Literal["known", "accept-new"]
+_reading = Lock()
 
 
 @dataclass(frozen=True)
@@ -112,11 +116,31 @@ def _verify(connection: Connection, trust: Trust) -> None:
     """Our policy on the connection and on every ProxyJump before it: Fabric gave them all AutoAddPolicy."""
     link: Any = connection
     while hasattr(link, "client"):
-        for file in (SYSTEM_KNOWN_HOSTS, trust.file):
-            if file.exists():
-                link.client.load_system_host_keys(str(file))
+        name = link.host if link.port == 22 else f"[{link.host}]:{link.port}"
+        for file in (trust.file, SYSTEM_KNOWN_HOSTS):  # the later one's word counts
+            for kind, key in _keys(file, name).items():
+                link.client.get_host_keys().add(name, kind, key)
         link.client.set_missing_host_key_policy(Policy(trust))
         link = link.gateway
+
+
+def _keys(file: Path, name: str) -> Mapping[str, PKey]:
+    """What a known_hosts file has for a host, by the kind of key."""
+    try:
+        seen = file.stat()
+    except OSError:
+        return {}
+    with _reading:
+        found: Mapping[str, PKey] | None = _known(file, seen.st_mtime_ns, seen.st_size).lookup(name)
+    return found or {}
+
+
+@lru_cache(2)
+def _known(file: Path, changed: int, size: int) -> KnownHosts:
+    """A known_hosts file, read once for all hosts until it changes: that of a large cluster is long."""
+    from paramiko import HostKeys as KnownHosts
+
+    return KnownHosts(str(file))
 
 
 def _watch(connection: Connection) -> None:

@@ -117,7 +117,8 @@ def _mtu(report: Report, nic: Nic) -> int:
 
 def _imports(place: Place) -> Iterator[Check]:
     """DEEP: torch is really imported, and says what it was built with."""
-    code = "import torch; print(torch.__version__, torch.version.cuda, torch.cuda.device_count(), 'GPUs')"
+    say = "print(torch.__version__, torch.version.cuda, torch.cuda.device_count(), 'GPUs')"
+    code = f"import site; site.main(); import torch; {say}"
     why = "every rank does it"
 
     def act(node: str) -> tuple[int, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
@@ -124,7 +125,10 @@ class LabFolder:
 
     def __init__(self, path: Path) -> None:
         self.path, self.name, self.number = path, path.name, path.name[:2]
-        self.lab = parse_yaml(path / "lab.yaml", Lab)
+
+    @cached_property
+    def lab(self) -> Lab:
+        return parse_yaml(self.path / "lab.yaml", Lab)
 
     def variant(self, name: str) -> Variant:
         """Raises NotFound, naming the variants there are."""
