@@ -10,21 +10,20 @@ from pathlib import Path
 import pytest
 
 from torchrack.model.errors import TorchrackError
+from torchrack.places.netns_check import PATH
 from torchrack.run.lifecycle import LOCAL_PLACES
 
 REQUIRED = {name for name in os.environ.get("TORCHRACK_REQUIRE", "").split(",") if name}
 PLACE_OF = {"docker": "compose", "netns": "netns"}
+DAEMON_OF = {"ssh": ("sshd", "openssh-server"), "slurm": ("slurmctld", "slurm-wlm")}
 
 
 @cache
 def missing(runtime: str) -> str | None:
     """Why a runtime cannot be used here, or None. Also makes what its nodes need: the image, or torch in this venv."""
-    if runtime == "ssh":
-        return (
-            None
-            if shutil.which("sshd") or Path("/usr/sbin/sshd").exists()
-            else "no sshd: apt-get install openssh-server"
-        )
+    if runtime in DAEMON_OF:
+        daemon, package = DAEMON_OF[runtime]
+        return None if shutil.which(daemon, path=PATH) else f"no {daemon}: apt-get install {package}"
     place = LOCAL_PLACES[PLACE_OF[runtime]]("probe", Path("/nonexistent/torchrack-probe"))
     try:
         place.check()
@@ -35,7 +34,7 @@ def missing(runtime: str) -> str | None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    for runtime in ("docker", "netns", "ssh"):
+    for runtime in (*PLACE_OF, *DAEMON_OF):
         if item.get_closest_marker(runtime) and (reason := missing(runtime)):
             if runtime in REQUIRED:
                 pytest.fail(f"TORCHRACK_REQUIRE names {runtime}, but: {reason}", pytrace=False)

@@ -1,4 +1,4 @@
-"""The plan for schedulers: the sbatch script is run with stubs, the JobSet held against its published schema."""
+"""The plan for schedulers: the sbatch script is run with stubs (test_slurm.py: by Slurm), the JobSet held against its published schema."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_sbatch_script_starts_one_agent_a_node_as_planned(made: Plan, tmp_pa
     assert len(done.stdout.splitlines()) == 2 and not (tmp_path / "x").exists()
     assert "--kill-on-bad-exit=1" in (tmp_path / "log").read_text()
     head = script.read_text()
-    assert "#SBATCH --time=2\n" in head and "#SBATCH --gpus-per-node=4\n" in head
+    assert "#SBATCH --time=2\n" in head and "#SBATCH --gpus-per-node=4\n" in head and "#SBATCH --exclusive\n" in head
     assert subprocess.run([Path(sys.executable).with_name("shellcheck"), script], capture_output=True).returncode == 0
 
 
