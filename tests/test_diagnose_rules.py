@@ -91,3 +91,5 @@ def test_lookup_explains_a_pasted_line() -> None:
     assert lookup("[c10d] The hostname of the client socket cannot be retrieved. err=-3")[0].role == "noise"
     assert lookup("Connection closed by peer [10.0.0.1]:26542")[0].role == "symptom"
     assert lookup("a line of a song") == []
+    assert [one.kind for one in lookup("RuntimeError: No CUDA GPUs are available")] == ["no-gpu-visible"]
+    assert [one.role for one in lookup("ZorkError: hm")] == ["unexplained"]

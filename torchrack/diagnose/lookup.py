@@ -31,7 +31,7 @@ class Explanation:
 
 
 def lookup(line: str) -> list[Explanation]:
-    """The explanations of every rule that matches `line`, causes first."""
+    """The explanations of every rule that matches `line`, causes first; "no rule knows it" only where that is so."""
     text = parse(clean(line)).text
     found = {
         pattern.rule.id: pattern.rule
@@ -39,7 +39,9 @@ def lookup(line: str) -> list[Explanation]:
         if any(word in text for word in pattern.words) and pattern.regex.search(text)
     }
     order = ("cause", "failure", "symptom", "noise", "fact", "sign", "unexplained")
-    return [_explain(rule) for rule in sorted(found.values(), key=lambda r: order.index(r.role))]
+    rules = sorted(found.values(), key=lambda rule: order.index(rule.role))
+    known = [rule for rule in rules if rule.role != "unexplained"]
+    return [_explain(rule) for rule in known or rules]
 
 
 def _explain(rule: Rule) -> Explanation:
