@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from racks import Cli, Done, tagged, wait_until
@@ -156,6 +157,23 @@ def test_status_exec_and_logs_know_the_hosts(there: Machines, cli: Remote) -> No
     ]
     assert cli("exec", "--rack", "remote", "node1", "hostname").stdout == "node1\n"
     assert "node1/0    rank 1 of 2: [3.0, 3.0]" in cli("logs", "--rack", "remote").stdout
+
+
+def test_losses_are_those_of_the_local_rack(there: Machines, cli: Remote, tmp_path: Path) -> None:
+    def losses(result: dict[str, Any]) -> list[str]:
+        lines = (Path(result["record"]) / "logs/node0/0.log").read_text().splitlines()
+        return [line for line in lines if "loss" in line]
+
+    far = cli.on(there, "launch", "--lab", "08", "--json")
+    assert far.returncode == 0, far.stderr
+    local = Cli(tmp_path, "netns", f"near-{os.getpid()}")
+    try:
+        near = local.lab("08", "--nodes", "2", "--json")
+    finally:
+        local.down()
+    assert near.returncode == 0, near.stderr
+    wanted = losses(cli.result(near))
+    assert len(wanted) > 1 and losses(cli.result(far)) == wanted
 
 
 def test_a_run_that_is_left_to_itself_is_collected_later(there: Machines, cli: Remote, tmp_path: Path) -> None:
