@@ -70,6 +70,14 @@ def test_preflight_of_healthy_hosts_passes_and_changes_nothing(there: Machines, 
     assert not (cli.home / ".torchrack").exists()
 
 
+def test_a_deep_preflight_really_imports_torch(there: Machines, cli: Remote) -> None:
+    done = cli.on(there, "preflight", "--deep", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    imported = [row for row in json.loads(done.stdout) if row["check"] == "import torch"]
+    assert [(row["node"], row["state"]) for row in imported] == [("node0", "ok"), ("node1", "ok")]
+    assert all(row["value"].startswith("2.") and row["value"].endswith("GPUs") for row in imported)
+
+
 def test_a_plan_tells_everything_and_changes_nothing(there: Machines, cli: Remote) -> None:
     done = cli.on(there, "deploy", "--plan")
     assert done.returncode == 0, done.stderr
