@@ -24,6 +24,7 @@ from torchrack.model.checks import Check
 from torchrack.model.hosts import Host
 from torchrack.model.job import Job
 from torchrack.model.rack import MiB, Rack
+from torchrack.places.netns_check import PATH
 from torchrack.places.ssh import Ssh, packed, tell
 from torchrack.places.ssh_connect import CONNECT_S, HostKeys, Trust
 from torchrack.places.ssh_push import NotAll, Payload, push
@@ -32,6 +33,7 @@ from torchrack.run.phases import Progress
 from torchrack.run.preflight import preflight
 
 pytestmark = [pytest.mark.ssh, pytest.mark.netns, pytest.mark.slow]
+IPTABLES = shutil.which("iptables", path=PATH)
 
 
 @pytest.fixture(scope="module")
@@ -225,6 +227,20 @@ def test_a_data_network_that_is_cut(there: Machines, place: Ssh) -> None:
         rows = preflight(place, rack, Job(), Progress(Quiet())).rows
     bad = {(row.node, row.check): row for row in rows if row.state == "fail"}
     assert ("node1", "data network") in bad and "node0:29400" in bad["node1", "data network"].value
+
+
+@pytest.mark.skipif(not IPTABLES, reason="no iptables: apt-get install iptables")
+@pytest.mark.parametrize(("port", "closed"), [("29400", "node0:29400"), ("32768:60999", "node0:")])
+def test_a_data_port_behind_a_firewall(there: Machines, place: Ssh, port: str, closed: str) -> None:
+    """The rendezvous port, then the ports of the kernel's choice: a packet filter on one host swallows what comes."""
+    rule = [str(IPTABLES), "-A", "INPUT", "-i", "fabric", "-p", "tcp", "--syn", "--dport", port, "-j", "DROP"]
+    with changed(there.all[0], rule, [word.replace("-A", "-D") for word in rule]):
+        began = time.monotonic()
+        rows = preflight(place, Rack(name="faults", nodes=2, runtime="ssh"), Job(), Progress(Quiet())).rows
+        assert time.monotonic() - began < 20
+    (bad,) = [row for row in rows if row.state != "ok"]
+    assert (bad.node, bad.check, bad.state) == ("node1", "data network", "fail")
+    assert closed in bad.value and "no answer within 3 s" in bad.value and "make provision" in bad.fix
 
 
 def test_packets_that_are_too_large_for_the_way(there: Machines, place: Ssh) -> None:
