@@ -62,8 +62,8 @@ nic: $(READY) ## what gloo, NCCL and torchrun each pick on every node, and why
 logs: $(READY) ## the logs of the last run (or RUN=id), each line with its node/rank
 	$(call run,logs $(call flag,--rack,RACK) $(call flag,--node,NODE) $(if $(call given,RUN),$(call quote,$(RUN))))
 
-down: $(READY) ## take the rack down; ALL=1: every rack of this checkout
-	$(call run,down $(call flag,--rack,RACK) $(if $(call given,ALL),--all))
+down: $(READY) ## take the rack down; ALL=1: every rack of this checkout; DISCARD=1: also runs on hosts that nobody collected
+	$(call run,down $(call flag,--rack,RACK) $(if $(call given,ALL),--all) $(if $(call given,DISCARD),--discard))
 
 ##@ Rented machines: HOSTS='user@a,user@b:2222' or HOSTS=inventory.yml
 preflight: $(READY) ## look at every host before anything is there: [DEEP=1] [ALLOW_PUBLIC=1] [HOSTKEYS=accept-new]; no HOSTS: the local rack
@@ -84,8 +84,8 @@ collect: $(READY) ## how the hosts stand: logs, stacks, sockets, kernel, GPUs; a
 provision: $(READY) ## make hosts ready with Ansible (needs root there): limits, clocks, firewall, nccl.conf: [CHECK=1] [VAR='a=b']
 	$(call run,provision $(HOSTFLAGS) $(call flag,--port,PORT) $(if $(call given,CHECK),--check) $(call flag,--var,VAR))
 
-export: $(READY) ## the plan as a job for a scheduler: TO=slurm|k8s SCRIPT=train.py [ARGS='…'] [NODES=2] [NPROC=1] [GPUS=8] [IMAGE=…]
-	$(call run,export $(call flag,--to,TO) $(call flag,--rack,RACK) $(call flag,--nodes,NODES) $(call flag,--file,FILE) $(call flag,--nproc,NPROC) $(call flag,--pin,PIN) $(call flag,--port,PORT) $(call flag,--env,ENV) $(call flag,--args,ARGS) $(call flag,--gpus,GPUS) $(call flag,--image,IMAGE) $(call flag,--name,NAME) $(call flag,--deadline,DEADLINE) $(call quote,$(call given,SCRIPT)))
+export: $(READY) ## the plan as a job for a scheduler: TO=slurm|k8s SCRIPT=train.py [ARGS='…'] [NODES=2] [NPROC=1] [GPUS=8] [SUBNET=10.1.0.0/16] [IMAGE=…]
+	$(call run,export $(call flag,--to,TO) $(call flag,--rack,RACK) $(call flag,--nodes,NODES) $(call flag,--file,FILE) $(call flag,--nproc,NPROC) $(call flag,--pin,PIN) $(call flag,--port,PORT) $(call flag,--env,ENV) $(call flag,--args,ARGS) $(call flag,--gpus,GPUS) $(call flag,--subnet,SUBNET) $(call flag,--image,IMAGE) $(call flag,--name,NAME) $(call flag,--deadline,DEADLINE) $(call quote,$(call given,SCRIPT)))
 
 ##@ Scripts and logs
 render: $(READY) ## the scripts each node gets, nothing is run: [EXPLAIN=1] [OUT=folder]

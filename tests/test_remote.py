@@ -235,11 +235,31 @@ def test_a_detached_run_is_stopped_by_name(there: Machines, cli: Remote, tmp_pat
     script.write_text("import time; time.sleep(300)\n")
     done = cli.on(there, "launch", "--detach", str(script))
     run = done.stdout.split()[1]
+    second = cli.on(there, "launch", str(script))
+    assert second.returncode == 4 and f"run {run} is still alive" in second.stderr, second.stderr
+    assert "make collect" in second.stderr and "make down" not in second.stderr, "down would lose what it has written"
     stopped = cli.on(there, "stop", "--json")
     assert json.loads(stopped.stdout) == {"node0": [run], "node1": [run]}
     assert tagged(f"TORCHRACK_RUN={run}") == []
     result = json.loads(cli.on(there, "collect", "--json").stdout)["runs"][run]
-    assert result["verdict"] == "failed"
+    assert result["verdict"] == "interrupted" and "make stop" in result["why"]
+
+
+def test_a_run_that_nobody_collected_is_not_lost_in_silence(there: Machines, cli: Remote, tmp_path: Path) -> None:
+    script = tmp_path / "talk.py"
+    script.write_text("import time\nprint('hello from a detached rank', flush=True)\ntime.sleep(300)\n")
+    run = cli.on(there, "launch", "--detach", str(script)).stdout.split()[1]
+    logs = cli("logs", "--rack", "remote")
+    assert (logs.returncode, "make collect HOSTS=…" in logs.stderr) == (2, True), logs.stderr
+    assert wait_until(lambda: "hello from a detached rank" in cli.on(there, "collect").stdout, 30), "as it stands now"
+    down = cli("down", "--rack", "remote")
+    assert (down.returncode, run in down.stderr, "DISCARD=1" in down.stderr) == (4, True, True), down.stderr
+    assert len(tagged(f"TORCHRACK_RUN={run}")) >= 2, "it goes on"
+    assert cli("down", "--rack", "remote", "--discard").returncode == 0 and tagged(f"TORCHRACK_RUN={run}") == []
+    assert cli.on(there, "deploy").returncode == 0
+    told = cli.on(there, "collect", "--json")
+    assert run in told.stderr and "no longer on" in told.stderr and json.loads(told.stdout)["runs"] == {}
+    assert run not in cli.on(there, "collect", "--json").stderr, "said once"
 
 
 def test_a_file_that_was_changed_on_a_host_is_not_started(there: Machines, cli: Remote) -> None:

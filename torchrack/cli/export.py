@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from typing import Annotated
 
 import typer
@@ -30,6 +31,9 @@ def export(
     image: Annotated[str, typer.Option("--image", help="The container image (k8s).")] = "torchrack-cuda:latest",
     name: Annotated[str, typer.Option("--name", help="The job's name.")] = "torchrack",
     deadline: o.Deadline = 1800.0,
+    subnet: Annotated[
+        str | None, typer.Option("--subnet", help="The cluster's data network, such as 10.1.0.0/16 (slurm).")
+    ] = None,
 ) -> None:
     """Print an sbatch script or a Kubernetes JobSet from the same plan that deploy uses. Nothing is started."""
     import yaml
@@ -39,13 +43,19 @@ def export(
     from torchrack.plan.export import jobset, sbatch
     from torchrack.run.preview import preview
 
+    if not script.strip():
+        raise UsageError("no script given", "make export TO=slurm SCRIPT=train.py")
     job = asked.job(env, nproc=nproc, pin=pin, port=port)
-    made = preview(asked.rack(file, name=rack, nodes=nodes), job, os.cpu_count() or 1)
+    wanted = asked.rack(file, name=rack, nodes=nodes, fabric_subnet=subnet)
+    made = preview(wanted, job, os.cpu_count() or 1)
     command, limit = (script, *shlex.split(args_text)), deadline or 1800.0
     if to == "slurm":
-        print(sbatch(made, command, name=name, deadline=limit, gpus=gpus), end="")
+        print(sbatch(made, command, name=name, deadline=limit, gpus=gpus))
+        if wanted.fabric_subnet is None:
+            found = made.rack.subnet("fabric")
+            print(f"! the data network is the pretend rack's, {found}: SUBNET=… names your cluster's", file=sys.stderr)
     elif to == "k8s":
-        found = jobset(made, command, name=name, deadline=limit, image=image, gpus=gpus)
-        print(yaml.safe_dump(found, sort_keys=False), end="")
+        print(yaml.safe_dump(jobset(made, command, name=name, deadline=limit, image=image, gpus=gpus), sort_keys=False))
+        print(f"! the image {image} must hold torchrun and {script}: IMAGE=…; GPUS=8 asks for cards", file=sys.stderr)
     else:
         raise UsageError(f"{to!r} is no scheduler known here", "--to slurm or --to k8s")

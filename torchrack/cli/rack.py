@@ -104,6 +104,8 @@ def logs(
 ) -> None:
     """The logs of a run, in node and rank order, each line with its node/rank."""
     from torchrack.model.errors import NotFound
+    from torchrack.run.deploy import hosts_flag
+    from torchrack.run.detached import detached
     from torchrack.run.folder import RackFolder
 
     folder = RackFolder(rack or "lab")
@@ -112,6 +114,9 @@ def logs(
         known = ", ".join(path.name for path in folder.runs()[-3:]) or "none yet: make lab-cpu NODES=2"
         raise NotFound(f"rack {folder.name} has no run {run or ''}".rstrip(), f"runs: {known}")
     files = sorted((runs[-1] / "logs").glob(f"{node or '*'}/*.log"))
+    if not files and detached(runs[-1]):
+        why = f"run {runs[-1].name} was left to itself: its logs are on the hosts"
+        raise NotFound(why, f"make collect{hosts_flag(folder.name)} shows how it stands, or fetches them if it is over")
     if not files:
         there = ", ".join(path.name for path in sorted((runs[-1] / "logs").glob("*"))) or "none: it never started"
         raise NotFound(f"run {runs[-1].name} has no logs of {node or 'any node'}", f"nodes with logs: {there}")
@@ -124,15 +129,21 @@ def logs(
 def down(
     rack: o.RackName = None,
     all_: Annotated[bool, typer.Option("--all", help="Every rack of this checkout.")] = False,
+    discard: Annotated[bool, typer.Option("--discard", help="Also what detached runs left on hosts.")] = False,
 ) -> None:
     """Take a rack down: every node, network and process of it. Run records stay."""
-    from torchrack.model.errors import Remains, UsageError
+    from torchrack.model.errors import Lacking, Remains, UsageError
+    from torchrack.run.detached import detached
     from torchrack.run.folder import RackFolder
 
     if rack and all_:
         raise UsageError("--rack and --all exclude each other", "make down ALL=1")
     folders = RackFolder.all() if all_ else [RackFolder(rack or "lab")]
     left: list[str] = []
+    kept = [f"run {run.name} of rack {folder.name}" for folder in folders for run in folder.runs() if detached(run)]
+    if kept and not discard:
+        why = f"{', '.join(kept)} was left to itself and is not collected: its logs and $OUT are only on the hosts"
+        raise Lacking(why, "make collect HOSTS=… first, or make down DISCARD=1 to lose them")
     for folder in folders:
         left += _down_one(folder)
     if left:

@@ -14,6 +14,7 @@ from torchrack.cli import options as o
 if TYPE_CHECKING:
     from torchrack.model.checks import Check
     from torchrack.model.job import Job
+    from torchrack.model.result import RunResult
     from torchrack.run.deploy import Deployment
     from torchrack.run.lifecycle import LiveRack
     from torchrack.run.phases import Progress
@@ -121,6 +122,8 @@ def deploy(
         hint = (
             f"what the rows say, then make preflight HOSTS='{again}' for just those" if again else "what the rows say"
         )
+        if hosts and Path(hosts).is_file():  # keys and more are in there
+            hint = f"what the rows say, then make preflight HOSTS={hosts}"
         raise Lacking(f"nothing was deployed: {', '.join(bad)} did not pass", hint)
     if json:
         tables.show_json(_deployment(done, only_plan))
@@ -285,6 +288,9 @@ def provision(
     named = rented(hosts, rack, asked.host_keys(host_keys), known_hosts)
     extra = dict(asked.pair(item, "--var") for item in variables or ())
     code = run(named, hosts or "", asked.job(port=port), progress(), check=check, extra=extra)
+    if code:
+        print("error: Ansible did not get to the end on every host: its words are above", file=sys.stderr)
+        print("  fix: it needs root there: ansible_user=root, or sudo without a password; then again", file=sys.stderr)
     raise typer.Exit(1 if code else 0)
 
 
@@ -300,16 +306,25 @@ def collect(
     from torchrack.cli.console import progress
     from torchrack.run.collect import collect as gather
     from torchrack.run.deploy import deployed, rented
-    from torchrack.run.detached import detached, finish
+    from torchrack.run.detached import Gone, Standing, detached, finish
 
     named, say = rented(hosts, rack, asked.host_keys(host_keys), known_hosts), progress(json)
     folder, missing = gather(named, say)
     left = [run for run in named.folder.runs() if detached(run)]
     live = deployed(named) if left else None
-    results = {run.name: finish(live, run, say) for run in left if live}
-    for run, result in results.items():
-        if result is None:
-            say.console.note(f"run {run} still runs: make collect again, or make stop")
+    results: dict[str, RunResult | None] = {}
+    for run in left if live else ():
+        assert live
+        try:
+            result = finish(live, run, say)
+        except Gone as gone:
+            say.console.warn(f"{gone.message}: {gone.hint}")
+            continue
+        results[run.name] = None if isinstance(result, Standing) else result
+        if isinstance(result, Standing):
+            say.console.note(f"run {run.name} still runs: make collect again, or make stop")
+            for source, text in sorted(result.last.items()):
+                say.console.line(source, text)
         elif not json:
             report.report(result, "fabric", f"make logs RACK={result.rack}")
     if json:

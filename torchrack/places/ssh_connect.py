@@ -173,6 +173,9 @@ def unreachable(error: Exception, host: Host, connection: Connection, trust: Tru
         case AuthenticationException():
             why = f"{where}: no key of yours is accepted for user {connection.user} ({error})"
             return Unreachable("login", why, f"ssh-copy-id -p {port} {connection.user}@{connection.host}")
+        case SSHException() if "No authentication methods" in str(error):
+            hint = "ssh-add, or IdentityFile in ~/.ssh/config, or ansible_ssh_private_key_file in HOSTS=inventory.yml"
+            return Unreachable("login", f"{where}: there is no key to offer: none in ~/.ssh, and no agent", hint)
         case socket.gaierror():
             return Unreachable(
                 "reachable", f"{connection.host} does not resolve", "correct the name, or give an address"

@@ -69,6 +69,8 @@ def reduced(row: Mapping[str, Any]) -> str:
             call = str(frame["name"])
         elif "torch/utils/data/" in path:
             call = "data-loader"
+        elif call == "none" and "torch/autograd/" in path:
+            call = "backward"  # DDP waits for its all-reduces in there, out of Python's sight
     for frame in row["frames"]:
         if not any(part in str(frame["file"]) for part in ("/site-packages/", "/lib/python", "<")):
             place, text = f"{Path(frame['file']).name}:{frame['line']}", str(frame["text"])

@@ -160,7 +160,7 @@ def deployed(hosts: Rented) -> LiveRack:
     folder, place = hosts.folder, hosts.place
     recorded = folder.read_rack()
     if recorded is None or recorded.rack is None:
-        raise NotFound(f"nothing is deployed for rack {folder.name}", "make deploy HOSTS=…")
+        raise NotFound(f"nothing is deployed for rack {folder.name}", f"make deploy{hosts_flag(folder.name)}")
     if len(recorded.facts) != len(place.hosts) or not place.there:
         raise UsageError("HOSTS are not those that were deployed to", "make deploy with these HOSTS first")
     return LiveRack(recorded.rack, recorded.facts, place, folder)

@@ -7,9 +7,10 @@ made later from those events, exactly as from live ones.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
-from torchrack.model.errors import Lacking, TorchrackError
+from torchrack.model.errors import Lacking, NotFound, TorchrackError
 from torchrack.model.job import Job, RunSpec
 from torchrack.model.result import RunResult
 from torchrack.places.ssh import Ssh
@@ -21,7 +22,7 @@ from torchrack.run.phases import Phase, Progress
 from torchrack.run.supervised import Event
 from torchrack.run.target import Target
 
-MARK = "detached.json"
+MARK, LOST = "detached.json", "detached-lost.json"
 SPEC, EVENTS, ERRORS = "spec.jsonl", "events.jsonl", "errors.txt"
 # A session of its own and no stream of ours: sshd may hang up, the job stays. Then wait for its first words.
 START = """
@@ -46,7 +47,7 @@ def start_detached(
     write_json(
         folder / MARK,
         {"job": job.model_dump(), "run": run.model_dump(), "title": target.title, "folder": target.folder,
-         "script": target.script, "cwd": target.cwd},
+         "script": target.script, "cwd": target.cwd, "files": sorted(target.files)},
     )  # fmt: skip
     with progress.phase(Phase.READY) as said:
         answers = place.each(lambda node: _start(place, node, run.id, specs[node]))
@@ -68,9 +69,24 @@ def _start(place: Ssh, node: str, run: str, spec: dict[str, object]) -> None:
         raise Lacking(f"did not start: {'; '.join([*refused, *errors]) or 'no word from its supervisor'}")
 
 
+class Gone(NotFound):
+    """No host has a run's files any more."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A detached run that is not over: the last line of each rank so far, by node/local rank."""
+
+    last: dict[str, str]
+
+
 def events_of(place: Ssh, node: str, run: str) -> list[Event]:
-    """What a node's supervisor has said so far; the line that it is writing now is left out."""
-    text = place.read(node, f"runs/{run}/{EVENTS}").decode(errors="replace")
+    """What a node's supervisor has said so far; the line that it is writing now is left out. Raises Gone."""
+    try:
+        text = place.read(node, f"runs/{run}/{EVENTS}").decode(errors="replace")
+    except FileNotFoundError:
+        why = f"run {run} was left to itself, and its files are no longer on {node}"
+        raise Gone(why, "make collect before make down keeps them") from None
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
@@ -79,16 +95,24 @@ def detached(folder: Path) -> bool:
     return (folder / MARK).exists() and not (folder / "result.json").exists()
 
 
-def finish(live: LiveRack, folder: Path, progress: Progress) -> RunResult | None:
-    """The record of a detached run from its events; None while it still runs somewhere."""
+def finish(live: LiveRack, folder: Path, progress: Progress) -> RunResult | Standing:
+    """The record of a detached run from its events, or how it stands while it still runs somewhere.
+
+    Raises Gone, once: from then on the run does not count as one to be collected.
+    """
     place = live.place
     assert isinstance(place, Ssh)
     mark = json.loads((folder / MARK).read_text())
     job, run = Job.model_validate(mark["job"]), RunSpec.model_validate(mark["run"])
-    target = Target(mark["title"], mark["folder"], mark["script"], {}, mark["cwd"])
+    target = Target(mark["title"], mark["folder"], mark["script"], dict.fromkeys(mark["files"], b""), mark["cwd"])
     answers = place.each(lambda node: events_of(place, node, run.id))
     told = {node: answer for node, answer in answers.items() if isinstance(answer, list)}
+    gone = [answer for answer in answers.values() if isinstance(answer, Gone)]
+    if gone and len(gone) == len(answers):
+        (folder / MARK).rename(folder / LOST)
+        raise gone[0]
     if any(events[-1:] and events[-1]["event"] != "done" for events in told.values()):
-        return None
+        lines = [(f"{node}/{e['source']}", str(e["text"])) for node, own in told.items() for e in own if "text" in e]
+        return Standing({source: text for source, text in lines if not source.endswith("/agent")})
     execution = Execution(live, plan(live.rack, live.facts, job), run, target, folder, progress)
     return execution.replay(told)

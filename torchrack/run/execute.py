@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 GRACE = 2.0  # seconds between SIGTERM and SIGKILL, and what other nodes get to write their errors after one failed
 READY_WITHIN = 20.0
 END_WITHIN = 10.0
+STOPPED = "The supervisors of all nodes were told to end it: by make stop, or by whoever else sent them SIGTERM."
 SHOWN_AGENTS, SHOWN_LINES = 2, 15
 TAIL = 200  # agent lines kept in memory for the ranks' exit codes
 
@@ -64,7 +65,7 @@ class Execution:
         self.agent_tail: dict[str, list[str]] = {}
         self.refusals: list[str] = []
         self.stacks: Stacks = {}
-        self.interrupted = False
+        self.interrupted, self.streams = False, True
         self.failed_at: float | None = None
         self.losses = Losses(plan.job, len(plan.present) * plan.job.nproc)
         self.scripts: dict[str, dict[str, bytes]] = {}
@@ -96,7 +97,8 @@ class Execution:
         return {node.node: self._spec(node, self.run.deadline) for node in self.plan.present}
 
     def replay(self, told: Mapping[str, list[Event]]) -> RunResult:
-        """The record of a run that is over, from the events of each node."""
+        """The record of a run that is over, from the events of each node; its lines are not shown again."""
+        self.streams = False
         for node, events in told.items():
             for event in events:
                 self._handle(node, event)
@@ -219,7 +221,8 @@ class Execution:
             del tail[:-TAIL]
         else:
             self.losses.saw_line(int(str(event["attempt"])))
-            self.progress.console.line(f"{node}/{source}", str(event["text"]))
+            if self.streams:
+                self.progress.console.line(f"{node}/{source}", str(event["text"]))
 
     def _end_others(self, team: Team) -> None:
         if self.failed_at is not None and time.monotonic() - self.failed_at > GRACE:
@@ -244,12 +247,17 @@ class Execution:
         silent = sorted({node.node for node in self.plan.present} - self.ready)
         seen = [*self.refusals, *(f"{node}: {line}" for node in silent for line in team.members[node].errors[-3:])]
         what = f"{len(self.ready)} of {len(self.plan.present)} supervisors are ready within {READY_WITHIN:.0f} s"
-        return Lacking("\n  | ".join([f"{what}; not {', '.join(silent)}", *seen]),
-                       f"make down RACK={self.live.rack.name}, then again")  # fmt: skip
+        head = "the nodes did not take the run" if self.refusals else f"{what}; not {', '.join(silent)}"
+        fix = f"make down RACK={self.live.rack.name}, then again"
+        if self.live.place.kind == "ssh":  # where down would remove what a run of the user's has written
+            fix = "make collect HOSTS=… shows what runs there, make stop HOSTS=… ends it"
+        return Lacking("\n  | ".join([head, *seen]), fix)
 
     def _finish(self) -> RunResult:
         with self.progress.phase(Phase.COLLECT) as said, suppress(KeyboardInterrupt):
-            said.append(collect_outputs(self.live.place, self.plan, self.run.id, self.target, self.folder / "out"))
+            out = self.folder / "out"
+            said.append(collect_outputs(self.live.place, self.plan, self.run.id, self.target, out))
+            said += [f"in {shown(out)}"] if any(out.iterdir()) else []
         self._reap()
         self._show_agents()
         with self.progress.phase(Phase.RECORD) as said:
@@ -301,7 +309,7 @@ class Execution:
             target=self.target.title,
             verdict=verdict,
             kind=_kind(verdict, found),
-            why=found.why if found else None,
+            why=found.why if found else STOPPED if verdict == "interrupted" and not self.interrupted else None,
             evidence=_evidence(found),
             fix=found.fix if found else None,
             ranks=tuple(self._rank(place.rank, place.node, place.local_rank) for place in self.plan.ranks),
@@ -320,7 +328,7 @@ class Execution:
     def _verdict(self) -> Verdict:
         present = {node.node for node in self.plan.present}
         reasons = {str(event["reason"]) for event in self.exits.values()}
-        if self.interrupted:
+        if self.interrupted or (reasons == {"signal"} and set(self.exits) == present):  # make stop, from anywhere
             return "interrupted"
         if "deadline" in reasons:
             return "timed_out"

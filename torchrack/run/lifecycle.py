@@ -196,7 +196,7 @@ def attach(name: str) -> LiveRack:
     folder = RackFolder(name)
     recorded = folder.read_rack()
     if recorded is None or recorded.rack is None:
-        raise NotFound(f"no rack named {name} is up", f"make up RACK={name} NODES=2")
+        raise NotFound(f"no rack named {name} is up", f"make up RACK={name} NODES=2; rented machines: HOSTS=…")
     return LiveRack(recorded.rack, recorded.facts, PLACES[recorded.runtime](name, folder.place), folder)
 
 

@@ -207,11 +207,12 @@ def port(seen: Seen) -> Iterator[Check]:
 
 
 def leftovers(seen: Seen) -> Iterator[Check]:
-    why = "an orphan holds ports, GPUs and memory"
+    why = "a run that is left, or an orphan, holds ports, GPUs and memory"
     for report in seen.reports:
         alive = report.health.runs
-        value = ", ".join(f"run {run.run}: {len(run.pids)} processes" for run in alive) or "none"
-        fix = f"make stop HOSTS=…{'' if seen.rack == 'remote' else f' RACK={seen.rack}'}" if alive else ""
+        value = ", ".join(f"run {r.run}: {len(r.pids)} process{'es' * (len(r.pids) != 1)}" for r in alive) or "none"
+        which = "HOSTS=…" if seen.rack == "remote" else f"HOSTS=… RACK={seen.rack}"
+        fix = f"make collect {which} shows how it stands, if it is yours; make stop {which} ends it" if alive else ""
         state: State = "fail" if alive else "ok"
         yield Check(node=report.node, check="earlier runs", state=state, value=value, why=why, fix=fix)
 
