@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import shutil
 from functools import cache
@@ -31,6 +33,13 @@ def missing(runtime: str) -> str | None:
     except TorchrackError as error:
         return str(error)
     return None
+
+
+def pytest_configure() -> None:
+    """torch before tests are collected: in a fresh clone those that import it would be skipped, and found next time."""
+    if importlib.util.find_spec("torch") is None and (reason := missing("netns")):
+        print(f"no torch, and none is fetched, as netns cannot be used: {reason}")
+    importlib.invalidate_caches()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -34,9 +34,10 @@ SCRIPT = """
         threading.Thread(target=watchdog, daemon=True).start()
         dist.all_reduce(torch.ones(4))
         dist.all_reduce(torch.ones(4))
-    x, rows = torch.ones(4), [torch.ones(4) for _ in range(2)]
+    x = torch.ones(4)
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1)) if how == "backward" else None
     if dist.get_rank() == 1:
-        if how in ("sleep", "flight"):
+        if how in ("sleep", "flight", "backward"):
             time.sleep(600)
         if how == "loader":
             next(iter(DataLoader(Slow(), num_workers=1)))
@@ -44,13 +45,16 @@ SCRIPT = """
             dist.recv(x, src=0)
         if how == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "backward":
+        ddp(x).sum().backward()
     dist.all_reduce(x)
 """
 SAYS = {
-    "sleep": "rank 1 on node1 is at hang.py:28: time.sleep(600); rank 0 on node0 waits in all_reduce (hang.py:35)",
-    "loader": "rank 1 on node1 waits for its data loader (hang.py:30: ",
-    "flight": "is at hang.py:28: time.sleep(600), after 2 collectives; rank 0 on node0 waits in all_reduce 3 (hang.py:35)",
-    "other": "rank 1 on node1 is in recv (hang.py:32: dist.recv(x, src=0)); rank 0 on node0 waits in all_reduce",
+    "sleep": "rank 1 on node1 is at hang.py:29: time.sleep(600); rank 0 on node0 waits in all_reduce (hang.py:38)",
+    "loader": "rank 1 on node1 waits for its data loader (hang.py:31: ",
+    "flight": "is at hang.py:29: time.sleep(600), after 2 collectives; rank 0 on node0 waits in all_reduce 3 (hang.py:38)",
+    "other": "rank 1 on node1 is in recv (hang.py:33: dist.recv(x, src=0)); rank 0 on node0 waits in all_reduce",
+    "backward": "rank 1 on node1 is at hang.py:29: time.sleep(600); rank 0 on node0 waits in backward (hang.py:37)",
     "stop": "rank 1 on node1 is stopped (state T: SIGSTOP, or a debugger); rank 0 on node0 waits in all_reduce",
 }
 
