@@ -69,7 +69,7 @@ down: $(READY) ## take the rack down; ALL=1: every rack of this checkout; DISCAR
 preflight: $(READY) ## look at every host before anything is there: [DEEP=1] [ALLOW_PUBLIC=1] [HOSTKEYS=accept-new]; no HOSTS: the local rack
 	$(call run,preflight $(HOSTFLAGS) $(call flag,--nproc,NPROC) $(call flag,--port,PORT) $(if $(call given,ALLOW_PUBLIC),--allow-public) $(if $(call given,DEEP),--deep) $(JSONFLAG))
 
-deploy: $(READY) ## the same scripts on every host, or on none: [PLAN=1] changes nothing [TORCH=auto] brings torch [NPROC=1] [PIN=fabric] [ENV='A=b']
+deploy: $(READY) ## the same scripts on every host, or on none: [PLAN=1] changes nothing [TORCH=auto|image|venv] brings torch [NPROC=1] [PIN=fabric] [ENV='A=b']
 	$(call run,deploy $(call flag,--torch,TORCH) $(HOSTFLAGS) $(PLANFLAGS) $(if $(call given,ALLOW_PUBLIC),--allow-public) $(if $(call given,PLAN),--plan) $(JSONFLAG))
 
 launch: $(READY) ## a lab or your script on the hosts: LAB=01 or SCRIPT=train.py [ARGS='…'] [DEADLINE=1800] [SECRET=HF_TOKEN] [DETACH=1]
@@ -119,7 +119,7 @@ test-crash: $(DEV) ## kill -9 in every phase, ten times each, on every runtime t
 lint: $(DEV) ## ruff, mypy strict, shellcheck
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy torchrack
 	cd ansible && PATH="$(abspath $(VENV))/bin:$$PATH" ansible-lint --offline -q -c ../.ansible-lint provision.yml
-	$(VENV)/bin/shellcheck .ci/run .ci/*.sh docker/*.sh
+	$(VENV)/bin/shellcheck .ci/run .ci/*.sh docker/*.sh torchrack/node/*.sh
 
 bench: $(DEV) ## what the kit adds to bare torchrun and plain compose, side by side
 	$(VENV)/bin/python -m benchmarks $(BENCH)

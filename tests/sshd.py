@@ -7,13 +7,17 @@ A port of 127.0.0.1 stands for a machine's address. Each connection to it gets a
 from __future__ import annotations
 
 import contextlib
+import getpass
 import json
+import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -26,6 +30,7 @@ from torchrack.run.phases import Console
 
 SSHD = "/usr/sbin/sshd"
 USER = "job"
+ORDINARY = 54321
 CONF = """
 HostKey {home}/sshd/hostkey
 AuthorizedKeysFile {home}/sshd/authorized
@@ -58,7 +63,8 @@ class Machine:
     place: Netns
     node: str
     keys: Path
-    port: int
+    port: int = 0
+    user: str = USER
     mode: Literal["sshd", "silent"] = "sshd"
     doors: list[tuple[subprocess.Popen[bytes], socket.socket]] = field(default_factory=list)
     quiet: list[socket.socket] = field(default_factory=list)
@@ -97,15 +103,19 @@ class Machine:
         self.port = self.server.getsockname()[1]
         threading.Thread(target=self._accept, args=(self.server,), daemon=True).start()
 
-    def _accept(self, server: socket.socket) -> None:
+    def door(self) -> list[str]:
+        """What meets one connection."""
         argv = [*self.enter, "--preserve-credentials", "--", SSHD, "-i", "-e", "-f", f"{self.home}/sshd/conf"]
+        return self.place.argv(self.node, argv, root=True)
+
+    def _accept(self, server: socket.socket) -> None:
+        command = self.door()
         with contextlib.suppress(OSError), (self.keys / f"{self.node}.log").open("ab") as log:
             while True:
                 connection, _ = server.accept()
                 if self.mode == "silent":
                     self.quiet.append(connection)
                     continue
-                command = self.place.argv(self.node, argv, root=True)
                 door = subprocess.Popen(command, stdin=connection, stdout=connection, stderr=log)
                 self.doors.append((door, connection))
 
@@ -146,12 +156,45 @@ class Machine:
 
 
 @dataclass
+class ThisMachine(Machine):
+    """Where the tests run, as an ordinary user who may use Docker: as root would, nobody else's runs are seen."""
+
+    place: Path  # type: ignore[assignment]
+    uid: int = field(default_factory=lambda: os.getuid() or ORDINARY)
+
+    def __post_init__(self) -> None:
+        self.user = USER if os.getuid() == 0 else getpass.getuser()
+
+    @property
+    def home(self) -> Path:
+        return self.place
+
+    def furnish(self, more: str = "") -> None:
+        """`more` are further lines of sshd's configuration."""
+        (self.home / "sshd").mkdir(parents=True)
+        keygen(self.keys / f"host-{self.node}").rename(self.home / "sshd/hostkey")
+        (self.home / "sshd/authorized").write_bytes((self.keys / "user.pub").read_bytes())
+        (self.home / "sshd/conf").write_text(CONF.format(home=self.home) + more)
+        (self.home / "sshd/passwd").write_text(f"{self.user}:x:{self.uid}:{self.uid}::{self.home}:/bin/sh\n")
+        for path in (self.home, *self.home.rglob("*")):
+            os.chown(path, self.uid, -1, follow_symlinks=False)
+
+    def door(self) -> list[str]:
+        sshd = [SSHD, "-i", "-e", "-f", f"{self.home}/sshd/conf"]
+        if os.getuid():
+            return sshd
+        who = f"--reuid={self.uid} --regid={self.uid} --groups={Path('/var/run/docker.sock').stat().st_gid}"
+        become = f'mount --bind {self.home}/sshd/passwd /etc/passwd && exec setpriv {who} "$@"'
+        return ["unshare", "--mount", "sh", "-c", become, "sh", *sshd]
+
+
+@dataclass
 class Machines:
     """Rented machines: node i of the rack below is host i."""
 
-    place: Netns
+    place: Netns | None
     keys: Path
-    all: list[Machine]
+    all: Sequence[Machine]
 
     @property
     def known_hosts(self) -> Path:
@@ -170,7 +213,7 @@ class Machines:
                 name=f"m{index}",
                 address="127.0.0.1",
                 port=machine.port,
-                user=USER,
+                user=machine.user,
                 key=str(self.user_key),
                 python=sys.executable,
                 folder=str(machine.folder),
@@ -196,19 +239,43 @@ class Machines:
 
 
 @contextlib.contextmanager
+def this_machine(more: str = "") -> Iterator[Machines]:
+    """The machine that the tests run on, behind sshd; its python3 has no torch. `more`: variables of each login."""
+    with tempfile.TemporaryDirectory(prefix="torchrack-") as name:  # pytest's own folders are root's alone
+        folder = Path(name)
+        folder.chmod(0o755)
+        keys = folder / "keys"
+        keygen(keys / "user", "torchrack-test")
+        machine = ThisMachine(folder / "home", "node0", keys)
+        python = (
+            shutil.which("python3", path="/usr/bin:/usr/local/bin") or sys.executable
+        )  # one that any user may start
+        subprocess.run([python, "-m", "venv", "--without-pip", str(folder / "bare")], check=True)
+        machine.furnish(f"SetEnv PATH={folder}/bare/bin:{os.environ['PATH']} {more}\n")
+        machine.open()
+        made = Machines(None, keys, [machine])
+        made.trust_all()
+        try:
+            yield made
+        finally:
+            machine.close()
+
+
+@contextlib.contextmanager
 def machines(name: str, count: int, folder: Path, **rack: object) -> Iterator[Machines]:
     """`count` machines behind sshd; all trusted, all gone at the end."""
     place = Netns(name, folder / "machines")
     asked = {"name": name, "nodes": count, "shm": 1 << 30, **rack}
     place.up(Rack.model_validate(asked), lambda line: None)
-    made = Machines(place, folder / "keys", [])
+    found: list[Machine] = []
+    made = Machines(place, folder / "keys", found)
     try:
         keygen(made.user_key, "torchrack-test")
         for index in range(count):
-            machine = Machine(place, f"node{index}", made.keys, 0)
+            machine = Machine(place, f"node{index}", made.keys)
             machine.furnish()
             machine.open()
-            made.all.append(machine)
+            found.append(machine)
         made.trust_all()
         yield made
     finally:

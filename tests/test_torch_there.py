@@ -15,7 +15,7 @@ from sshd import Machines, Quiet, machines
 from test_preflight import report
 from test_torch_wheel import make_wheel
 
-from torchrack.model.errors import Lacking
+from torchrack.model.errors import Lacking, NotInstalled
 from torchrack.model.hosts import Host
 from torchrack.places.ssh import Ssh
 from torchrack.places.ssh_connect import Trust
@@ -43,13 +43,15 @@ def host(python: str | None = None) -> Host:
 )
 def test_who_gets_one(source: str, have: list[str], wanted: dict[str, str]) -> None:
     reports = {f"node{i}": report(i, torch=version) for i, version in enumerate(have)}
-    found = needs({node: host() for node in reports}, reports, source)
+    found = needs(
+        {node: host() for node in reports}, reports, source, dict.fromkeys(reports, NotInstalled("no Docker"))
+    )
     assert {node: need.version for node, need in found.items()} == wanted
 
 
 def test_a_python_that_the_inventory_names_is_left_alone() -> None:
     reports = {"node0": report(0, torch="")}
-    assert needs({"node0": host("/opt/python")}, reports, "venv") == {}
+    assert needs({"node0": host("/opt/python")}, reports, "venv", {}) == {}
 
 
 # On machines
@@ -112,7 +114,7 @@ def test_a_venv_is_made_once_and_found_from_then_on(there: Machines, tmp_path: P
     make_them(place, WANTED, Progress(Quiet()))
     found = place.report("node1")
     assert found.torch == f"{TORCH}+cpu"
-    assert found.health.python == f"{there.all[1].folder}/venv/bin/python"
+    assert found.health.python == f"{there.all[1].folder}/python/bin/python"
     assert place.report("node0").torch == "", "nobody asked for one there"
     for wheel in (there.all[1].home / "wheels").iterdir():
         wheel.unlink()
@@ -128,7 +130,7 @@ def test_what_pip_says_is_told_and_nothing_half_made_stays(there: Machines, tmp_
         wheel.unlink()
     with pytest.raises(Lacking, match=r"(?s)node1: .*No matching distribution found for numpy"):
         make_them(place, WANTED, Progress(Quiet()))
-    assert [path.name for path in there.all[1].folder.iterdir()] == ["venv.lock"]
+    assert [path.name for path in there.all[1].folder.iterdir()] == ["python.lock"]
 
 
 @pytest.mark.ssh
@@ -148,6 +150,6 @@ def test_a_client_that_goes_leaves_nothing_half_made(there: Machines, tmp_path: 
         make_them(place, WANTED, Progress(Leaving()))
     going.join()
     folder = there.all[1].folder
-    assert wait_until(lambda: [path.name for path in folder.iterdir()] == ["venv.lock"], 20), list(folder.iterdir())
+    assert wait_until(lambda: [path.name for path in folder.iterdir()] == ["python.lock"], 20), list(folder.iterdir())
     time.sleep(0.5)
     assert "pip" not in json.dumps(there.all[1].processes())

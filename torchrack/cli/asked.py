@@ -58,11 +58,11 @@ def host_keys(value: str) -> Literal["known", "accept-new"]:
     raise UsageError(f"host keys: {value!r} is not a choice", "HOSTKEYS=known or accept-new")
 
 
-def torch_from(value: str) -> Literal["python", "venv", "auto"]:
+def torch_from(value: str) -> Literal["python", "venv", "image", "auto"]:
     """How torch gets to hosts; raises UsageError."""
-    if value in ("python", "venv", "auto"):
+    if value in ("python", "venv", "image", "auto"):
         return value  # type: ignore[return-value]
-    raise UsageError(f"torch: {value!r} is not a choice", "TORCH=python, venv or auto")
+    raise UsageError(f"torch: {value!r} is not a choice", "TORCH=python, venv, image or auto")
 
 
 def secrets(names: list[str]) -> dict[str, str]:

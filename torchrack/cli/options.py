@@ -34,7 +34,7 @@ AllowPublic = Annotated[
 ]
 TorchOption = Annotated[
     str,
-    typer.Option("--torch", help="python: as it is there; venv: the kit makes one; auto: where there is none."),
+    typer.Option("--torch", help="python: as it is there; venv, image: the kit brings it; auto: where there is none."),
 ]
 Port = Annotated[str | None, typer.Option("--port", help="The rendezvous port (29400).")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")]

@@ -1,6 +1,6 @@
 """Where does each rank of a run stand? One JSON line a rank, from the node's side of a job that may hang.
 
-    python3 autopsy.py RUN NODE PY_SPY
+    python3 autopsy.py RUN NODE
 
 {"rank", "local_rank", "pid", "state", "frames": [{"name", "file", "line", "text"}, ...], "flight", "error"}; frames are
 the main thread's, innermost first, `text` the source line. `flight` is the last collective that PyTorch's flight
@@ -51,8 +51,9 @@ def ranks(run: str, node: str) -> list[tuple[str, dict[str, str]]]:
     return [(pid, found[pid]) for pid in sorted(inside, key=int) if (stat(pid) or ["", ""])[1] not in inside]
 
 
-def frames(pid: str, py_spy: str) -> list[dict[str, object]]:
+def frames(pid: str) -> list[dict[str, object]]:
     """The main thread's Python frames; raises OSError or ValueError with the reason where they cannot be read."""
+    py_spy = os.path.join(os.path.dirname(sys.executable), "py-spy")
     argv = [py_spy, "dump", "--nonblocking", "--full-filenames", "--json", "--pid", pid]
     done = subprocess.run(argv, capture_output=True, timeout=WITHIN, check=False)
     if done.returncode:
@@ -108,14 +109,14 @@ def last(dump: dict[str, list[dict[str, object]]]) -> dict[str, object]:
     return {"call": call, "seq": entry["collective_seq_id"], "done": done}
 
 
-def main(run: str, node: str, py_spy: str) -> None:
+def main(run: str, node: str) -> None:
     found, asked = ranks(run, node), time.time()
     listening = {pid for pid, env in found if ask(env)}  # all at once: they share the DUMPED seconds
     for pid, env in found:
         row: dict[str, object] = {"rank": int(env["RANK"]), "local_rank": int(env["LOCAL_RANK"]), "pid": int(pid)}
         row |= {"state": (stat(pid) or ["X"])[0], "frames": [], "flight": {}, "error": ""}
         try:
-            row["frames"] = frames(pid, py_spy)
+            row["frames"] = frames(pid)
             row["flight"] = flight(env, asked) if pid in listening else {}
         except (OSError, ValueError, subprocess.TimeoutExpired) as error:
             row["error"] = str(error)

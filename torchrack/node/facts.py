@@ -224,7 +224,7 @@ def health(packages: dict[str, str], folder: str, rack: str, node: str) -> dict[
     return {
         "clock": time.time(),
         "user": pwd.getpwuid(os.getuid()).pw_name if os.getuid() in {row.pw_uid for row in pwd.getpwall()} else "",
-        "python": sys.executable,
+        "python": os.environ.get("TORCHRACK_PYTHON") or sys.executable,  # in_image.sh's own path
         "missing": [name for name in ("python", "torchrun") if not os.access(f"{beside}/{name}", os.X_OK)],
         "folder": full,
         "deployed": digest(f"{full}/{rack}/{node}/current"),

@@ -2,7 +2,7 @@
 
     venv.py FOLDER VERSION [pip options for torch's wheel]
 
-FOLDER/venv-VERSION is made once, then FOLDER/venv is switched to it: a link, so the one before works to the last
+FOLDER/venv-VERSION is made once, then FOLDER/python is switched to it: a link, so the one before works to the last
 moment. Lines of JSON: {"step"} as it goes, {"python"} at the end or {"failed"}. The end of stdin ends it, and leaves
 nothing half-made. The rest of the packages, and everything about proxies, is as the host's own pip is configured.
 """
@@ -62,7 +62,7 @@ def main(folder: str, version: str, *index: str) -> None:
     home = f"{folder}/venv-{version}"
     threading.Thread(target=until_told_no_more, args=(home,), daemon=True).start()
     os.makedirs(folder, mode=0o700, exist_ok=True)
-    with open(f"{folder}/venv.lock", "w") as lock:
+    with open(f"{folder}/python.lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -71,17 +71,17 @@ def main(folder: str, version: str, *index: str) -> None:
         try:
             if not os.path.exists(f"{home}/complete"):
                 make(home, version, list(index))
-            link = f"{folder}/venv.new"
+            link = f"{folder}/python.new"
             if os.path.islink(link):
                 os.unlink(link)
             os.symlink(os.path.basename(home), link)
-            os.replace(link, f"{folder}/venv")
+            os.replace(link, f"{folder}/python")
         except OSError as error:
             if not os.path.exists(f"{home}/complete"):
                 shutil.rmtree(home, ignore_errors=True)
             say(failed=str(error))
         else:
-            say(python=f"{folder}/venv/bin/python")
+            say(python=f"{folder}/python/bin/python")
 
 
 def until_told_no_more(home: str) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 
 from torchrack.model.errors import NotInstalled, NotPermitted, NotRunning, UsageError
@@ -120,11 +121,42 @@ def ensure_cpu_image(step: Step) -> str:
 
     Raises a Lacking error or CommandFailed.
     """
+    return next((tag for tag in _tags("cpu") if _there(tag)), None) or build_image(step)
+
+
+def _tags(target: str) -> list[str]:
+    """The tags that an image of this very tree may have, by the bases that it may be built on."""
     given = os.environ.get("TORCHRACK_BASE")
-    for base in [given] if given else [SLIM, LOCAL_BASE]:
-        if _there(tag := image_tag("cpu", base)):
-            return tag
-    return build_image(step)
+    return [image_tag(target, base) for base in ([given] if given else [SLIM, LOCAL_BASE])]
+
+
+@dataclass(frozen=True)
+class Image:
+    """One that is built here. `machine` as uname has it, `size` in bytes.
+
+    `digest` is of tag and layers, which say the same of it in every engine: its id differs between ways to store it.
+    """
+
+    tag: str
+    digest: str
+    machine: str
+    size: int
+
+
+MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
+
+
+def built(target: str) -> Image:
+    """The image of this very tree. Raises NotInstalled where it is not built."""
+    form = "{{.Architecture}} {{.Size}} {{json .RootFS.Layers}}"
+    for tag in _tags(target):
+        said = answer(["docker", "image", "inspect", "--format", form, tag], ENGINE_S)
+        if said.returncode == 0:
+            machine, size, layers = said.stdout.strip().split(" ", 2)
+            digest = hashlib.sha256((tag + layers).encode()).hexdigest()[:12]
+            return Image(tag, digest, MACHINES.get(machine, machine), int(size))
+    fix = "make image" if target == "cpu" else f"make image TARGET={target}"
+    raise NotInstalled(f"the {target} image is not built on this machine", fix)
 
 
 def image_tag(target: str, base: str) -> str:

@@ -80,7 +80,14 @@ class SpawnPlace(ABC):
                 return error
 
         with ThreadPoolExecutor(min(THREADS, len(self.node_names) or 1)) as pool:
-            return dict(zip(self.node_names, pool.map(safely, self.node_names), strict=True))
+            try:
+                return dict(zip(self.node_names, pool.map(safely, self.node_names), strict=True))
+            except BaseException:
+                self.close()  # leaving the block waits for all: a Ctrl-C would wait for gigabytes on their way
+                raise
+
+    def close(self) -> None:  # noqa: B027  most places have none
+        """Hang up on the nodes, where commands go through a connection."""
 
     def report(self, node: str) -> Report:
         """Facts and health; nothing is changed."""

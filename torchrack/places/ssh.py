@@ -47,15 +47,16 @@ T = TypeVar("T")
 RECEIVE = (Path(__file__).parents[1] / "node" / "receive.py").read_text()
 STOP = (Path(__file__).parents[1] / "node" / "stop.py").read_bytes()
 ASK_S = 60.0
-# The first Python there is: the host's own choice alone if it has one, else the kit's, else the system's.
+# The first Python there is: the host's own choice alone if it has one, else the kit's, else the system's. The kit's in
+# an image counts only while Docker has that image: else no deploy could put it right.
 FIND_PYTHON = """
 p=$1 f=$2; shift 2
 case $p in "~/"*) p=$HOME/${p#"~/"};; esac
 case $f in "~/"*) f=$HOME/${f#"~/"};; esac
-if [ -n "$p" ]; then set -- "$p" "$@"; else set -- "$f/venv/bin/python" "$@"; fi
-command -v "$1" >/dev/null 2>&1 && { q=$1; shift; exec "$q" -I "$@"; }
-shift
-[ -z "$p" ] && command -v python3 >/dev/null 2>&1 && exec python3 -I "$@"
+b=$f/python/bin
+if [ -z "$p" ] && [ -x "$b/python" ] && { ! [ -e "$b/usable" ] || "$b/usable"; }; then exec "$b/python" -I "$@"; fi
+q=${p:-python3}
+command -v "$q" >/dev/null 2>&1 && exec "$q" -I "$@"
 echo "no ${p:-python3} there" >&2; exit 127
 """
 
@@ -232,6 +233,10 @@ class Ssh(SpawnPlace):
         host = self.host(node)
         words = ["sh", "-c", FIND_PYTHON, "sh", host.python or "", host.folder, *args]
         return RemoteProcess(self._transport(node), shlex.join(words))
+
+    def system_python(self, node: str, source: str, *args: str) -> RemoteProcess:
+        """The same by the host's own Python, never by one that the kit brought."""
+        return RemoteProcess(self._transport(node), shlex.join(["python3", "-I", "-S", "-c", source, *args]))
 
     def report(self, node: str) -> Report:
         host = self.host(node)

@@ -33,14 +33,15 @@ class RemoteProcess:
     """
 
     def __init__(self, transport: Transport, command: str) -> None:
-        self.args, self._transport = command, transport
+        self.args, self._transport, self.patience = command, transport, float("inf")
         self._channel: Channel = _started(transport, command)
         self.stdin: IO[bytes] = io.BufferedWriter(_Sink(self._channel), CHUNK)  # type: ignore[type-var]
         self.stdout: IO[bytes] = io.BufferedReader(_Source(self._channel.recv, self._channel), CHUNK)
         self.stderr: IO[bytes] = io.BufferedReader(_Source(self._channel.recv_stderr, self._channel), CHUNK)
 
     def bound(self, seconds: float) -> None:
-        """From now on a read that gets nothing for so long raises TimeoutError."""
+        """From now on a read that gets nothing, or a write that nobody takes, for so long raises TimeoutError."""
+        self.patience = seconds
         self._channel.settimeout(seconds)
 
     def poll(self) -> int | None:
@@ -136,7 +137,10 @@ class _Sink(io.RawIOBase):
         return True
 
     def write(self, data: bytes) -> int:  # type: ignore[override]
-        sent: int = self._channel.send(bytes(data[:CHUNK]))
+        try:
+            sent: int = self._channel.send(bytes(data[:CHUNK]))
+        except EOFError as error:  # the connection went while this was on its way
+            raise BrokenPipeError("the ssh connection is closed") from error
         if sent == 0:
             raise BrokenPipeError("the ssh channel is closed")
         return sent

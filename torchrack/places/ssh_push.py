@@ -92,7 +92,7 @@ def compare(place: Ssh, payloads: Mapping[str, Payload]) -> dict[str, list[str]]
     def ask(node: str) -> list[str]:
         with place.receiver(node, "compare") as link:
             tell(link, {"files": sha256(payloads[node].files)})
-            return list(_hear(link)["want"])
+            return list(hear(link)["want"])
 
     return _all_of(place.each(ask), "see make preflight HOSTS=…")
 
@@ -104,7 +104,7 @@ def _stage(
     link = links[node] = place.receiver(node, "deploy")
     link.bound(STALL_S)
     tell(link, {"digest": payload.digest, "files": sha256(files), "who": who, "tars": 2})
-    said = _hear(link)
+    said = hear(link)
     if "same" in said:
         return Pushed(payload.digest, payload.digest, same=True)
     want = set(said["want"])
@@ -113,34 +113,35 @@ def _stage(
         own = {path: content for path, content in payload.own.items() if path in want}
         for tar in (packer.constant(shared), packed(own)):
             tell(link, {"bytes": len(tar)}, tar)
-    _hear(link)
+    hear(link)
     return Pushed(payload.digest, said["was"] or "", len(want))
 
 
 def _switch(links: Mapping[str, RemoteProcess], node: str, staged: Pushed) -> Pushed:
     if not staged.same:
         tell(links[node], "commit")
-        _hear(links[node])
+        hear(links[node])
     return staged
 
 
 def _roll_back(links: Mapping[str, RemoteProcess], node: str) -> None:
     tell(links[node], "rollback")
-    _hear(links[node])
+    hear(links[node])
 
 
-def _hear(link: RemoteProcess) -> dict[str, Any]:
+def hear(link: RemoteProcess) -> dict[str, Any]:
     """The next line from a receiver. Raises Lacking with its reason, or Unreachable where it fell silent."""
     try:
         raw = link.stdout.readline()
     except TimeoutError:
-        raise Unreachable("reachable", f"fell silent for {STALL_S:.0f} s", "is the machine all right?") from None
+        silent = f"fell silent for {link.patience:.0f} s"
+        raise Unreachable("reachable", silent, "is the machine all right?") from None
     if not raw:
         last = link.stderr.read().decode(errors="replace").strip().splitlines()[-1:]
         raise Unreachable("reachable", f"the connection broke{': ' + last[0] if last else ''}", "is the machine up?")
     said: dict[str, Any] = json.loads(raw)
     if problem := said.get("refused") or said.get("failed"):
-        raise Lacking(problem)
+        raise Lacking(problem, said.get("fix"))
     return said
 
 

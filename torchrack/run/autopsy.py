@@ -40,8 +40,7 @@ def autopsy(place: Place, run: str, nodes: Sequence[str], deadline: float, taken
 
 
 def _rows(place: Place, run: str, node: str) -> list[dict[str, Any]]:
-    python = place.python(node)
-    argv = [python, "-I", "-c", SCRIPT, run, node, str(Path(python).with_name("py-spy"))]
+    argv = [place.python(node), "-I", "-c", SCRIPT, run, node]
     done = Output(1, b"", b"")
     with suppress(TorchrackError):
         try:  # where ptrace is restricted, only root may look at a process that it did not start

@@ -25,7 +25,7 @@ from torchrack.run.lifecycle import LiveRack
 from torchrack.run.phases import HostPhase, Phase, Progress
 from torchrack.run.preflight import Outcome, network, preflight
 from torchrack.run.start import summary
-from torchrack.run.torch_there import TorchFrom, make_them, needs
+from torchrack.run.torch_there import TorchFrom, make_them, needed
 
 T = TypeVar("T")
 REMOTE = "remote"
@@ -86,16 +86,16 @@ def deploy(
 ) -> Deployment | Outcome:
     """Put constant and node files on every host; an Outcome where a check failed and nothing was done.
 
-    `torch` says how torch gets there (torch_there.py); a virtual environment stays, also where a check then fails.
+    `torch` says how torch gets there (torch_there.py); what was brought stays, also where a check then fails.
     `shared` are files beside the scripts (the labs). With `only_plan` nothing is changed anywhere. The caller holds the
     folder's lock.
     """
     check_job(hosts.rack, job)
     outcome = preflight(hosts.place, hosts.rack, job, progress, allow_public=allow_public, probes=False)
-    named = dict(zip(hosts.place.node_names, hosts.place.hosts, strict=True))
-    wanted = needs(named, outcome.reports, torch) if len(outcome.reports) == len(named) else {}
+    complete = len(outcome.reports) == len(hosts.place.hosts)
+    wanted = needed(hosts.place, outcome.reports, torch) if complete else {}
     for node, need in wanted.items():
-        progress.console.note(f"{node} {'would get' if only_plan else 'gets'} a virtual environment with {need}")
+        progress.console.note(f"{node} {'would get' if only_plan else 'gets'} {need}")
     if only_plan:  # what would be put right first is no obstacle
         about = [row for row in outcome.rows if not (row.check.startswith("torch") and row.node in wanted)]
         outcome = replace(outcome, rows=tuple(about))

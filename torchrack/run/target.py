@@ -117,8 +117,10 @@ def check_imports(target: Target, place: Place, node: str) -> None:
         if beside := [name for name in missing if name in target.beside]:
             hint = f"only {target.script}'s own folder travels: move {', '.join(beside)} into it"
             raise Lacking(f"{target.title} imports {', '.join(beside)} from outside its folder", hint)
+        kind = "image" if "/image-" in place.python(node) else place.kind
         hint = {
             "netns": f".venv/bin/pip install {names}",
             "ssh": f"on every host: {place.python(node)} -m pip install {names}",
-        }.get(place.kind, f"make image EXTRA='{names}', then make down RACK={place.name}")
+            "image": f"make image TARGET=… EXTRA='{names}', then make deploy HOSTS=… TORCH=image",
+        }.get(kind, f"make image EXTRA='{names}', then make down RACK={place.name}")
         raise Lacking(f"{target.title} imports {', '.join(missing)}, which the nodes do not have", hint)
