@@ -45,7 +45,7 @@ def preflight(
     from torchrack.cli import asked
     from torchrack.cli.console import progress
     from torchrack.run import preflight as run
-    from torchrack.run.deploy import rented
+    from torchrack.run.deploy import hosts_flag, rented
     from torchrack.run.lifecycle import attach
 
     job, say = asked.job(nproc=nproc, port=port), progress(json)
@@ -55,7 +55,10 @@ def preflight(
     else:
         live = attach(rack or "lab")
         outcome = run.preflight(live.place, live.rack, job, say, allow_public=allow_public, deep=deep)
-    raise typer.Exit(_show(outcome, json))
+    code = _show(outcome, json)
+    if hosts and not json and code in (0, 3):
+        print(f"  Next: make deploy{hosts_flag(named.folder.name)}", file=sys.stderr)
+    raise typer.Exit(code)
 
 
 def _show(outcome: Outcome, json: bool) -> int:
@@ -346,9 +349,12 @@ def stop(
     """End every run on the hosts, whoever started it and from wherever; exits non-zero if a process remains."""
     from torchrack.cli import asked, tables
     from torchrack.cli.console import progress
-    from torchrack.run.deploy import rented
+    from torchrack.run.deploy import hosts_flag, rented
     from torchrack.run.deploy import stop as end_all
 
-    ended = end_all(rented(hosts, rack, asked.host_keys(host_keys), known_hosts), progress(json))
+    named = rented(hosts, rack, asked.host_keys(host_keys), known_hosts)
+    ended = end_all(named, progress(json))
     if json:
         tables.show_json(ended)
+    elif any(ended.values()):
+        print(f"  Next: make collect{hosts_flag(named.folder.name)}   (their logs and records)", file=sys.stderr)
