@@ -127,8 +127,11 @@ def up_compose(rounds: int) -> Row:
     def plain() -> float:
         compose = ["docker", "compose", "-f", str(folder.path / "plain.yaml")]
         seconds = timed([*compose, "up", "-d"])
-        timed([*compose, "down", "-t", "0"])
-        return seconds
+        for _ in range(5):  # the engine may still count an endpoint of a container that has just gone
+            if subprocess.run([*compose, "down", "-t", "0"], capture_output=True).returncode == 0:
+                return seconds
+            time.sleep(1)
+        raise RuntimeError(f"{' '.join(compose)} down leaves something behind")
 
     a, b = (statistics.median(x) for x in alternated(rounds, ours, plain))
     return Row("compose: 8 nodes up beside plain docker compose up -d", a, b, "≤ 1.2×", a <= 1.2 * b)
