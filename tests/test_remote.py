@@ -256,6 +256,7 @@ def test_a_run_that_nobody_collected_is_not_lost_in_silence(there: Machines, cli
     assert (down.returncode, run in down.stderr, "DISCARD=1" in down.stderr) == (4, True, True), down.stderr
     assert len(tagged(f"TORCHRACK_RUN={run}")) >= 2, "it goes on"
     assert cli("down", "--rack", "remote", "--discard").returncode == 0 and tagged(f"TORCHRACK_RUN={run}") == []
+    assert cli("down", "--rack", "remote").returncode == 0, "there is nothing left to lose"
     assert cli.on(there, "deploy").returncode == 0
     told = cli.on(there, "collect", "--json")
     assert run in told.stderr and "no longer on" in told.stderr and json.loads(told.stdout)["runs"] == {}

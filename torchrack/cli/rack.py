@@ -140,7 +140,8 @@ def down(
         raise UsageError("--rack and --all exclude each other", "make down ALL=1")
     folders = RackFolder.all() if all_ else [RackFolder(rack or "lab")]
     left: list[str] = []
-    kept = [f"run {run.name} of rack {folder.name}" for folder in folders for run in folder.runs() if detached(run)]
+    up = [folder for folder in folders if folder.read_rack()]
+    kept = [f"run {run.name} of rack {folder.name}" for folder in up for run in folder.runs() if detached(run)]
     if kept and not discard:
         why = f"{', '.join(kept)} was left to itself and is not collected: its logs and $OUT are only on the hosts"
         raise Lacking(why, "make collect HOSTS=… first, or make down DISCARD=1 to lose them")
