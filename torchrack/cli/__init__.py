@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
+import gc
 import signal
 import sys
 from types import FrameType
@@ -16,6 +18,10 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
 
 def main() -> None:
     """Entry point; exits with 0, 1, 2, 3 or 4 as DESIGN's table says."""
+    # Of what imports make, a hundred thousand objects stay: looking through them for garbage, also at exit, took
+    # 0.13 s of every command.
+    gc.set_threshold(100_000)
+    atexit.register(gc.freeze)
     from torchrack.cli.app import app
 
     signal.signal(signal.SIGTERM, _terminate)  # SIGTERM ends a run as cleanly as Ctrl-C does

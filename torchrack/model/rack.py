@@ -47,7 +47,7 @@ RuntimeName = LocalRuntime | Literal["ssh"]
 
 
 class Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
 class Rack(Model):
