@@ -59,6 +59,10 @@ def payload(there: Machines, index: int) -> str:
     return current.readlink().name
 
 
+def sessions(there: Machines) -> int:
+    return sum((there.keys / f"{machine.node}.log").read_text().count("Starting session:") for machine in there.all)
+
+
 def test_preflight_of_healthy_hosts_passes_and_changes_nothing(there: Machines, cli: Remote) -> None:
     done = cli.on(there, "preflight", "--json")
     assert done.returncode == 0, done.stderr
@@ -98,8 +102,10 @@ def test_launch_before_deploy_says_what_is_missing(there: Machines, cli: Remote)
 
 
 def test_deploy_puts_the_same_scripts_there_as_a_local_rack_has(there: Machines, cli: Remote) -> None:
+    asked = sessions(there)
     done = cli.on(there, "deploy")
     assert done.returncode == 0, done.stderr
+    assert sessions(there) - asked == len(there.all), "facts, files and the switch: one session a host"
     live = deployed(rented(str(cli.home / "hosts.yml"), None, "known", there.known_hosts))
     local = preview(Rack(name="no-such-rack"), Job(), cores=os.cpu_count() or 1)
     same_facts = [fact.model_copy(update={"shared_by": 2}) for fact in live.facts]
@@ -109,10 +115,6 @@ def test_deploy_puts_the_same_scripts_there_as_a_local_rack_has(there: Machines,
         have = {name: live.place.read(node, f"scripts/{name}") for name in wanted}
         assert sha256(have) == wanted
     assert live.place.read("node1", "labs/01-one-world/lab.py").startswith(b'"""')
-
-
-def sessions(there: Machines) -> int:
-    return sum((there.keys / f"{machine.node}.log").read_text().count("Starting session:") for machine in there.all)
 
 
 def test_an_unchanged_deploy_sends_nothing_and_is_one_round_trip(there: Machines, cli: Remote) -> None:
@@ -188,7 +190,7 @@ def test_a_run_that_is_left_to_itself_is_collected_later(there: Machines, cli: R
     script = tmp_path / "own.py"
     script.write_text(
         "import os, time; import torch.distributed as d; d.init_process_group('gloo'); time.sleep(15); d.barrier()\n"
-        "open(os.environ['OUT'] + '/said', 'w').write(os.environ['RANK']); print('rank', d.get_rank(), 'done')\n"
+        "open(os.environ['OUT'] + '/said', 'w').write(os.environ['RANK']); print('rank', d.get_rank(), 'done'); d.destroy_process_group()\n"
     )
     done = cli.on(there, "launch", "--detach", "--deadline", "120", str(script))
     assert done.returncode == 0 and "goes on without us" in done.stdout, done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import shutil
 import signal
@@ -12,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,9 +25,10 @@ from torchrack.model.hosts import Host
 from torchrack.model.job import Job
 from torchrack.model.rack import MiB, Rack
 from torchrack.places.netns_check import PATH
-from torchrack.places.ssh import Ssh, packed, tell
+from torchrack.places.ssh import Ssh
 from torchrack.places.ssh_connect import CONNECT_S, HostKeys, Trust
 from torchrack.places.ssh_push import NotAll, Payload, push
+from torchrack.places.ssh_talk import block, hear, named, tell, words
 from torchrack.plan.render import sha256
 from torchrack.run.phases import Progress
 from torchrack.run.preflight import preflight
@@ -183,9 +184,9 @@ def test_a_clock_that_is_a_minute_off(there: Machines, tmp_path: Path) -> None:
     import torch  # its version: the clock alone must stand out
 
     python = fake_python(there, torch.__version__)
-    late = "import sys, time; real = time.time; time.time = lambda: real() + 60; exec(sys.stdin.read())"
+    late = "import sys, time; real = time.time; time.time = lambda: real() + 60; exec(sys.argv[1])"
     wrapper = Path(python).with_name("late")
-    wrapper.write_text(f'#!/bin/sh\n[ "$1 $2 $3" = "-I -S -" ] && shift 3\nexec {python} -I -S -c "{late}" "$@"\n')
+    wrapper.write_text(f'#!/bin/sh\n[ "$1 $2 $3" = "-I -S -c" ] && shift 3\nexec {python} -I -S -c "{late}" "$@"\n')
     wrapper.chmod(0o755)
     row = look(place_of(there, tmp_path, altered(there, python=str(wrapper))))["clock"]
     assert row.state == "fail" and 58 < float(row.value.removesuffix(" s")) < 62
@@ -323,14 +324,14 @@ def test_a_second_deployer_leaves_the_first_one_its_new_folder(there: Machines, 
     place.learn({node: place.report(node) for node in place.node_names})
     with place.receiver("node1", "deploy") as first:
         files = {"scripts/a": b"alice's"}
-        tell(first, {"digest": "0" * 8, "files": sha256(files), "who": "alice", "tars": 1})
-        assert json.loads(first.stdout.readline())["want"] == list(files)
+        tell(first, words("0" * 8, "alice", *named(sha256(files))))
+        assert hear(first)["want"] == list(files)
         with pytest.raises(NotAll, match="another deployer is at work: alice"):
             push(place, loads(1000, b"second"), "bob")
-        tell(first, {"bytes": len(packed(files))}, packed(files))
-        assert "staged" in json.loads(first.stdout.readline())
-        tell(first, "commit")
-        assert "done" in json.loads(first.stdout.readline())
+        tell(first, block(zlib.compress(files["scripts/a"])))
+        assert "staged" in hear(first)
+        tell(first, words("commit"))
+        assert "done" in hear(first)
     place.down()
 
 
@@ -446,7 +447,26 @@ def test_stop_from_another_checkout(there: Machines, running: subprocess.Popen[s
     assert running.returncode == 1
 
 
-@pytest.mark.parametrize("after", ["push", "scripts", "ready"])
+@pytest.mark.skipif(not IPTABLES, reason="no iptables: apt-get install iptables")
+def test_a_data_port_that_was_closed_after_the_deploy(there: Machines, cli: Remote, tmp_path: Path) -> None:
+    """A launch looks first: a row at once, where the ranks would wait for each other to the end of their patience."""
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    rule = [str(IPTABLES), "-A", "INPUT", "-i", "fabric", "-p", "tcp", "--syn", "--dport", "29400", "-j", "DROP"]
+    with changed(there.all[0], rule, [word.replace("-A", "-D") for word in rule]):
+        assert cli.on(there, "deploy").returncode == 0, "files need no data network"
+        before, began = runs(cli), time.monotonic()
+        done = cli.on(there, "launch", "--deadline", "120", str(tmp_path / "sleeper.py"))
+    assert time.monotonic() - began < 20
+    assert done.returncode == 4 and "nothing was started: node1 did not pass" in done.stderr, done.stderr
+    assert "data network" in done.stdout and "node0:29400" in done.stderr
+    assert runs(cli) == before and nothing_runs(there)
+
+
+def runs(cli: Remote) -> list[str]:
+    return sorted(path.name for path in (cli.home / ".torchrack/remote").iterdir())
+
+
+@pytest.mark.parametrize("after", ["push", "network", "scripts", "ready"])
 def test_a_host_that_dies_while_a_run_is_started(there: Machines, cli: Remote, tmp_path: Path, after: str) -> None:
     """It goes as soon as the client has told the end of that phase."""
     script = tmp_path / "sleeper.py"

@@ -166,7 +166,7 @@ class TestOnThisMachine:
         script.write_text(
             "import json, os, socket, torch, torch.distributed as dist\n"
             "dist.init_process_group('gloo')\n"
-            "total = torch.ones(1); dist.all_reduce(total)\n"
+            "total = torch.ones(1); dist.all_reduce(total); dist.destroy_process_group()\n"
             "print(json.dumps([torch.__file__, socket.gethostname(), os.getuid(), os.getcwd(), int(total)]))\n"
             "open(os.environ['OUT'] + '/said', 'w').write('from the image')\n"
         )

@@ -214,7 +214,7 @@ def launch(
     from torchrack.cli import asked, report, tables
     from torchrack.cli.console import progress
     from torchrack.model.errors import UsageError
-    from torchrack.run.deploy import deployed, ready_for, rented
+    from torchrack.run.deploy import deployed, rented
     from torchrack.run.start import start
     from torchrack.run.target import check_imports, script_target
     from torchrack.teach.catalogue import find
@@ -236,7 +236,7 @@ def launch(
         if chosen:
             chosen.check_world(live.rack.nodes, job.nproc)
             job = changed(job, chosen.lab.job)
-            ready_for(live, job, _labs(), say)
+            _ready(live, job, say, json)
             if detach:
                 words, limit = own or chosen.lab.args, deadline or chosen.lab.deadline
                 _leave(live, job, chosen.target(), words, limit, live.folder.new_run(), say)
@@ -245,7 +245,7 @@ def launch(
         else:
             assert script
             check_imports(script_target(script, "check"), live.place, live.rack.node_names[0])
-            ready_for(live, job, _labs(), say)
+            _ready(live, job, say, json)
             record = live.folder.new_run()
             target = script_target(script, record.name)
             if detach:
@@ -257,6 +257,19 @@ def launch(
     else:
         report.report(result, job.pin, f"make logs RACK={result.rack}")
     raise typer.Exit(report.exit_code(result, job.pin))
+
+
+def _ready(live: LiveRack, job: Job, say: Progress, json: bool) -> None:
+    """The hosts hold the job's files, and reach each other; else the rows that say why not, and Lacking."""
+    from torchrack.model.errors import Lacking
+    from torchrack.run.deploy import look, ready_for
+
+    ready_for(live, job, _labs(), say)
+    seen = look(live, job, say)
+    if seen.bad():
+        _show(seen, json)
+        nodes = ", ".join(sorted({row.node for row in seen.bad()}))
+        raise Lacking(f"nothing was started: {nodes} did not pass", "what the rows say, then the same command again")
 
 
 def _leave(

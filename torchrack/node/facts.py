@@ -4,22 +4,30 @@
     facts.py --health FOLDER RACK NODE     and what preflight judges: limits, clock, GPUs, versions, links, leftovers
 
 Versions come from the names of package metadata: importing torch would cost seconds. It only reads; nothing is changed.
-It runs with -S, and without json, socket, subprocess and shutil: their imports took five times as long as the facts.
+It runs with -S, and without json, socket, hashlib, subprocess and shutil: their imports took five times as long.
 """
 
 from __future__ import annotations
 
 import _socket
-import hashlib
 import os
 import pwd
 import resource
 import site
 import stat
+import struct
 import sys
 import time
 
+TYPE_CHECKING = False  # as typing's own, whose import takes longer than the facts
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
+
 LARGEST = 1 << 26  # bytes of a file that is still hashed
+DUMP, ERROR, DONE = 0x301, 2, 3  # of netlink(7): the flags of a request, the kinds of message that end its answer
+ROUTE, GETADDR, ADDRESS, LOCAL = 0, 22, 1, 2  # of rtnetlink(7)
+SOCK_DIAG, BY_FAMILY, LISTEN = 4, 20, 10  # of sock_diag(7)
 
 
 def which(name: str) -> str:
@@ -28,20 +36,39 @@ def which(name: str) -> str:
     return next((path for path in paths if os.access(path, os.X_OK)), "")
 
 
+def kernel(protocol: int, request: int, body: bytes) -> Iterator[bytes]:
+    """What the kernel has, message by message, over netlink: no `ip` or `ss` need be there. Raises OSError."""
+    link = _socket.socket(_socket.AF_NETLINK, _socket.SOCK_RAW, protocol)
+    link.send(struct.pack("=IHHII", 16 + len(body), request, DUMP, 1, 0) + body)
+    while data := link.recv(1 << 16):
+        while data:
+            size, kind = struct.unpack_from("=IH", data)
+            if kind == ERROR:
+                raise OSError(-struct.unpack_from("=i", data, 16)[0], "netlink")
+            if kind == DONE:
+                link.close()
+                return
+            yield data[16:size]
+            data = data[size + 3 & ~3 :]
+
+
 def nics() -> list[dict[str, object]]:
-    """Every IPv4 address. Raises OSError where there is no `ip`."""
-    readable, writable = os.pipe()
-    argv = [which("ip") or "ip", "-o", "-4", "addr"]
-    pid = os.posix_spawnp(argv[0], argv, os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, writable, 1)])
-    os.close(writable)
-    with open(readable) as file:
-        rows = [line.split() for line in file]
-    os.waitpid(pid, 0)
-    found = []
-    for _, name, _, address, *more in rows:  # 2: eth0 inet 10.0.0.5/24 brd …, or: inet 10.0.0.5 peer 10.0.0.6/32 …
-        prefix = (address if "/" in address else more[1]).partition("/")[2]
-        found.append({"name": name, "address": address.partition("/")[0], "prefix": int(prefix)})
+    """Every IPv4 address."""
+    found = list[dict[str, object]]()
+    for message in kernel(ROUTE, GETADDR, struct.pack("=BxxxI", _socket.AF_INET, 0)):
+        prefix, index = struct.unpack_from("=xBxxI", message)
+        told = dict(attributes(message[8:]))
+        address = told.get(LOCAL) or told[ADDRESS]  # of two ends of a line, the own one
+        name = _socket.if_indextoname(index)
+        found.append({"name": name, "address": ".".join(map(str, address)), "prefix": prefix})
     return found
+
+
+def attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
+    while data:
+        size, kind = struct.unpack_from("=HH", data)
+        yield kind, data[4:size]
+        data = data[size + 3 & ~3 :]
 
 
 def memory_available() -> int:
@@ -119,10 +146,15 @@ def resolved(name: str) -> list[str]:
 
 def listening() -> list[int]:
     """TCP ports that somebody listens on."""
-    ports = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        rows = [line.split() for line in lines_of(table)[1:]]
-        ports |= {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A"}
+    ports = set[int]()
+    try:
+        for family in (_socket.AF_INET, _socket.AF_INET6):
+            wanted = struct.pack("=BBxxI48x", family, _socket.IPPROTO_TCP, 1 << LISTEN)
+            ports.update(int.from_bytes(message[4:6], "big") for message in kernel(SOCK_DIAG, BY_FAMILY, wanted))
+    except OSError:  # this kernel has no sock_diag; for these tables it would walk through all connections
+        for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+            rows = [line.split() for line in lines_of(table)[1:]]
+            ports |= {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A"}
     return sorted(ports)
 
 
@@ -199,9 +231,21 @@ def free(path: str) -> int:
     return disk.f_frsize * disk.f_bavail
 
 
+def new_sha256() -> Any:
+    """Python's own, where it has a name; hashlib would load all of OpenSSL first."""
+    for name in ("_sha2", "_sha256"):
+        try:
+            return __import__(name).sha256
+        except ImportError:
+            continue
+    import hashlib
+
+    return hashlib.sha256
+
+
 def digest(folder: str) -> str:
     """One name for all files that are really there, as plan/render.py names a payload; "" without any."""
-    hashed = {}
+    sha256, hashed = new_sha256(), {}
     for where, folders, names in os.walk(folder + "/"):
         folders[:] = [name for name in folders if name != "__pycache__"]  # Python's own
         for name in names:
@@ -211,11 +255,11 @@ def digest(folder: str) -> str:
                 if not stat.S_ISREG(seen.st_mode) or seen.st_size > LARGEST:
                     return "?"  # nothing that a deploy puts there
                 with open(path, "rb") as file:
-                    hashed[os.path.relpath(path, folder)] = hashlib.sha256(file.read()).hexdigest()
+                    hashed[os.path.relpath(path, folder)] = sha256(file.read()).hexdigest()
             except OSError:
                 return "?"
     lines = "".join(f"{hashed[path]}  {path}\n" for path in sorted(hashed))
-    return hashlib.sha256(lines.encode()).hexdigest()[:8] if lines else ""
+    return sha256(lines.encode()).hexdigest()[:8] if lines else ""
 
 
 def health(packages: dict[str, str], folder: str, rack: str, node: str) -> dict[str, object]:

@@ -1,70 +1,95 @@
 """Can this host reach its peers on the data network as a job would? Runs there, standard library only.
 
-    <- {"address", "port"}               our data address, the rendezvous port
-    -> {"ports": [port], "busy": why}    listening on it (if free) and on a port of the kernel's choice, TCP and UDP
-    <- {"peers": {node: {"address", "ports"}}, "mtu"}
+Blocks of words come, as in worker.py; lines go back, each a Python literal.
+
+    <- NIC ADDRESS PORT                      our data NIC and its address, the rendezvous port
+    -> {"ports": [port], "mtu": bytes}       listening on it (if free) and on a port of the kernel's choice, TCP and UDP
+    <- NODE ADDRESS PORTS NODE …             peers, each with its ports, commas between them
     -> {"seen": {node: {"dev", "src", "ports": {port: why or ""}, "mtu": why or ""}}}
-    <- the end of stdin: it is over
+    <- anything: every host has looked       -> {"over": True}, and nobody listens any more
 
 mtu: a UDP datagram as large as the NIC's MTU with don't-fragment set must arrive and be answered: no ping, no root.
-Plain threads, as importing concurrent.futures takes longer than the looks do.
+Routes are asked of the kernel itself. json, subprocess and concurrent.futures take longer to import than the looks do.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
+import os
+import select
 import socket
-import subprocess
+import struct
 import sys
 import threading
 
 AT_ONCE = 16
 CONNECT_S, ANSWER_S, TRIES = 3.0, 0.7, 3
 IP_MTU_DISCOVER, IP_PMTUDISC_DO = 10, 2
+ETHERNET = 1500
 HEADERS = 28  # bytes of IPv4 and UDP
+GREETING = b"torchrack"
+GETROUTE, REQUEST, NEWROUTE = 26, 1, 24  # of rtnetlink(7)
+DST, OIF, PREFSRC = 1, 4, 7
+
+
+def words() -> list[str]:
+    return exactly(int(exactly(8), 16)).decode().split("\0")
+
+
+def exactly(size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = os.read(0, size - len(data))
+        if not more:
+            sys.exit()
+        data += more
+    return data
 
 
 def say(**fields: object) -> None:
-    sys.stdout.write(json.dumps(fields) + "\n")
+    sys.stdout.write(f"{fields!r}\n")
     sys.stdout.flush()
 
 
-def greet(server: socket.socket) -> None:
-    while True:
-        try:
-            peer, _ = server.accept()
-        except OSError:
-            return
-        with peer:
-            peer.sendall(b"torchrack")
-
-
-def echo(server: socket.socket) -> None:
-    while True:
-        try:
-            data, peer = server.recvfrom(1 << 16)
-            server.sendto(str(len(data)).encode(), peer)
-        except OSError:
-            return
-
-
-def listen(address: str, wanted: int) -> tuple[list[int], str]:
+class Doors:
     """A greeter on the rendezvous port, unless it is taken, and one with a UDP echo beside it on any port."""
-    ports, busy = [], ""
-    for number in (wanted, 0):
-        try:
-            server = socket.create_server((address, number))
-        except OSError as error:
-            busy = error.strerror or str(error)
-            continue
-        threading.Thread(target=greet, args=(server,), daemon=True).start()
-        ports.append(server.getsockname()[1])
-    if ports:
-        datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        datagrams.bind((address, ports[-1]))
-        threading.Thread(target=echo, args=(datagrams,), daemon=True).start()
-    return ports, busy
+
+    def __init__(self, address: str, wanted: int) -> None:
+        self.greeters: list[socket.socket] = []
+        for number in (wanted, 0):
+            try:
+                self.greeters.append(socket.create_server((address, number)))
+            except OSError:
+                continue  # whose the taken port is, facts.py and the job's own error tell
+        self.ports = [server.getsockname()[1] for server in self.greeters]
+        self.echo = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self.echo.bind((address, self.ports[-1] if self.ports else 0))
+        self.closing, self.closer = os.pipe()
+        self.thread = threading.Thread(target=self.serve, daemon=True)
+        self.thread.start()
+
+    def serve(self) -> None:
+        while True:
+            ready = select.select([self.closing, *(door.fileno() for door in (self.echo, *self.greeters))], [], [])[0]
+            if self.closing in ready:
+                return
+            for door in (door for door in (self.echo, *self.greeters) if door.fileno() in ready):
+                try:
+                    if door is self.echo:
+                        data, peer = door.recvfrom(1 << 16)
+                        door.sendto(str(len(data)).encode(), peer)
+                    else:
+                        with door.accept()[0] as guest:
+                            guest.sendall(GREETING)
+                except OSError:
+                    continue  # a guest that left again
+
+    def close(self) -> None:
+        os.write(self.closer, b".")
+        self.thread.join()
+        for door in (self.echo, *self.greeters):
+            door.close()
+        os.close(self.closing)
+        os.close(self.closer)
 
 
 def knock(own: str, address: str, port: int) -> str:
@@ -74,7 +99,7 @@ def knock(own: str, address: str, port: int) -> str:
             peer.settimeout(CONNECT_S)
             peer.bind((own, 0))
             peer.connect((address, port))
-            return "" if peer.recv(9) == b"torchrack" else "somebody else answers"
+            return "" if peer.recv(len(GREETING)) == GREETING else "somebody else answers"
     except TimeoutError:
         return "no answer within %g s" % CONNECT_S
     except OSError as error:
@@ -100,41 +125,46 @@ def fits(own: str, address: str, port: int, mtu: int) -> str:
     return "packets of %d bytes do not arrive" % mtu
 
 
-def routes(addresses: list[str]) -> dict[str, tuple[str, str]]:
-    """The device and the source address that the kernel takes to each, where it has a route and tells."""
-    ip, asks = shutil.which("ip") or "/usr/sbin/ip", "".join("route get %s\n" % address for address in addresses)
+def route(address: str) -> tuple[str, str]:
+    """The device and the source address that the kernel takes to it; empty where it has no route, or does not tell."""
     try:
-        argv = [ip, "-o", "-force", "-batch", "-"]
-        done = subprocess.run(argv, input=asks, capture_output=True, text=True, timeout=5)
-    except (OSError, subprocess.TimeoutExpired):
-        return {}
-    found = {}
-    for line in done.stdout.splitlines():  # 10.0.0.6 via 10.0.0.1 dev eth0 src 10.0.0.5 …, or: local 10.0.0.5 dev lo …
-        words = line.split()
-        address = next((word for word in words[:2] if word in addresses), "")
-        dev, src = (words[words.index(key) + 1] if key in words[:-1] else "" for key in ("dev", "src"))
-        found[address] = dev, src
-    return found
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as kernel:
+            kernel.settimeout(ANSWER_S)
+            asked = struct.pack("=BBBBBBBBIHH", socket.AF_INET, 32, 0, 0, 0, 0, 0, 0, 0, 8, DST) + socket.inet_aton(
+                address
+            )
+            kernel.send(struct.pack("=IHHII", 16 + len(asked), GETROUTE, REQUEST, 1, 0) + asked)
+            data = kernel.recv(1 << 16)
+        size, kind = struct.unpack_from("=IH", data)
+        found, at = dict[int, bytes](), 16 + 12
+        while kind == NEWROUTE and at < size:
+            length, name = struct.unpack_from("=HH", data, at)
+            found[name] = data[at + 4 : at + length]
+            at += length + 3 & ~3
+        dev = socket.if_indextoname(struct.unpack("=I", found[OIF])[0]) if OIF in found else ""
+        return dev, socket.inet_ntoa(found[PREFSRC]) if PREFSRC in found else ""
+    except OSError:
+        return "", ""
 
 
-def look(own: str, peer: dict[str, object], mtu: int, route: tuple[str, str]) -> dict[str, object]:
-    address, ports = str(peer["address"]), [int(str(port)) for port in peer["ports"]]  # type: ignore[attr-defined]
-    knocked = {str(port): knock(own, address, port) for port in ports}
-    size = fits(own, address, ports[-1], mtu) if ports and not knocked[str(ports[-1])] else "not tried"
-    return {"dev": route[0], "src": route[1], "ports": knocked, "mtu": size}
+def look(own: str, address: str, ports: list[str], mtu: int) -> dict[str, object]:
+    dev, src = route(address)
+    knocked = {port: knock(own, address, int(port)) for port in ports}
+    size = fits(own, address, int(ports[-1]), mtu) if ports and not knocked[ports[-1]] else "not tried"
+    return {"dev": dev, "src": src, "ports": knocked, "mtu": size}
 
 
-def look_at(own: str, peers: dict[str, dict[str, object]], mtu: int) -> dict[str, dict[str, object]]:
+def look_at(own: str, peers: list[tuple[str, str, list[str]]], mtu: int) -> dict[str, dict[str, object]]:
     """All peers, AT_ONCE at a time."""
-    known, todo, seen = routes([str(peer["address"]) for peer in peers.values()]), list(peers), {}
+    seen = dict[str, dict[str, object]]()
 
     def work() -> None:
-        while todo:
+        while peers:
             try:
-                node = todo.pop()
+                node, address, ports = peers.pop()
             except IndexError:
                 return
-            seen[node] = look(own, peers[node], mtu, known.get(str(peers[node]["address"]), ("", "")))
+            seen[node] = look(own, address, ports, mtu)
 
     threads = [threading.Thread(target=work) for _ in range(min(AT_ONCE, len(peers)))]
     for thread in threads:
@@ -144,16 +174,25 @@ def look_at(own: str, peers: dict[str, dict[str, object]], mtu: int) -> dict[str
     return seen
 
 
+def mtu_of(nic: str) -> int:
+    """In bytes; Ethernet's where the host does not tell."""
+    try:
+        with open(f"/sys/class/net/{nic}/mtu") as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return ETHERNET
+
+
 def main() -> None:
-    asked = json.loads(sys.stdin.readline())
-    own = asked["address"]
-    ports, busy = listen(own, asked["port"])
-    say(ports=ports, busy=busy)
-    line = sys.stdin.readline()
-    if line:
-        asked = json.loads(line)
-        say(seen=look_at(own, asked["peers"], asked["mtu"]))
-    sys.stdin.read()
+    nic, own, port = words()
+    doors, mtu = Doors(own, int(port)), mtu_of(nic)
+    say(ports=doors.ports, mtu=mtu)
+    told = words()
+    peers = [(told[i], told[i + 1], told[i + 2].split(",")) for i in range(0, len(told) - 2, 3)]
+    say(seen=look_at(own, peers, mtu))
+    words()
+    doors.close()
+    say(over=True)
 
 
 main()

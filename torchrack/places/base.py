@@ -93,8 +93,11 @@ class Place(Protocol):
     def each(self, act: Callable[[str], T]) -> dict[str, T | TorchrackError]:
         """`act` on every node at once; an error of ours is that node's answer, so that one hides no other."""
 
-    def spawn_python(self, node: str, source: str) -> Process:
-        """Start some lines of Python that need the standard library alone."""
+    def work(self, node: str, source: str) -> Process:
+        """Start some lines of Python that need the standard library alone; on hosts also before a deploy."""
+
+    def worked(self, node: str, process: Process) -> None:
+        """Such lines are done, and what they had to say was read: let go of their process, or keep it for the next."""
 
     def home(self, node: str) -> str:
         """Absolute path, on the node, of the folder that put() fills and jobs may write to."""

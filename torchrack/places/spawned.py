@@ -7,10 +7,10 @@ import shlex
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torchrack.model.errors import CommandFailed, TimedOut, TorchrackError
 from torchrack.model.health import Report
@@ -66,9 +66,17 @@ class SpawnPlace(ABC):
             raise self._timed_out(node, argv, timeout, stdout + stderr)
         return Output(code, stdout, stderr)
 
-    def spawn_python(self, node: str, source: str) -> Process:
-        """A few lines of the standard library, at work on the node; on hosts also before anything is deployed."""
+    def work(self, node: str, source: str) -> Process:
         return self.spawn(node, [self.python(node), "-I", "-S", "-c", source])
+
+    def worked(self, node: str, process: Process) -> None:
+        with process:  # closes its streams, last of all
+            assert process.stdin
+            try:
+                process.stdin.close()
+                process.wait(self.late)
+            except (OSError, subprocess.TimeoutExpired):
+                process.kill()
 
     def each(self, act: Callable[[str], T]) -> dict[str, T | TorchrackError]:
         """`act` on every node at once; an error of ours is that node's answer, so that one host hides no other."""
@@ -94,16 +102,9 @@ class SpawnPlace(ABC):
         asked = time.time()
         command = [self.python(node), "-I", "-S", "-", "--health", self.home(node), self.name, node]
         output = self.run(node, command, stdin=FACTS_SCRIPT.read_bytes(), timeout=60)
-        return self._reported(node, node, output, asked)
-
-    def _reported(self, node: str, host: str, output: Output, asked: float) -> Report:
         if output.code:
-            text = (output.stdout + output.stderr).decode(errors="replace")
-            hint = "torchrack_python in the inventory names one that works"
-            raise CommandFailed([f"{node}:", "python3"], output.code, text, hint)
-        said = ast.literal_eval(output.stdout.decode())
-        said["health"] |= {"asked": asked, "answered": time.time(), "host": host}
-        return Report.model_validate(said | {"node": node})
+            raise not_reported(node, output.code, (output.stdout + output.stderr).decode(errors="replace"))
+        return reported(node, node, ast.literal_eval(output.stdout.decode()), asked)
 
     def facts(self) -> tuple[NodeFacts, ...]:
         with ThreadPoolExecutor(max_workers=8) as pool:
@@ -124,6 +125,16 @@ class SpawnPlace(ABC):
         tail = "".join(f"\n  | {line}" for line in seen.decode(errors="replace").splitlines()[-5:])
         message = f"{node}: {shlex.join(argv)} did not end within {seconds:g} s and was killed{tail}"
         return TimedOut(message, f"make status RACK={self.name} shows whether {node} still answers")
+
+
+def reported(node: str, host: str, said: Mapping[str, Any], asked: float) -> Report:
+    """What facts.py said, with the times between which it was on its way."""
+    health = said["health"] | {"asked": asked, "answered": time.time(), "host": host}
+    return Report.model_validate({**said, "node": node, "health": health})
+
+
+def not_reported(node: str, code: int, text: str) -> CommandFailed:
+    return CommandFailed([f"{node}:", "python3"], code, text, "torchrack_python in the inventory names one that works")
 
 
 def _release(process: Process) -> None:

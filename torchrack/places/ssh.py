@@ -6,14 +6,13 @@ name is part of it because home folders are often one network file system for al
 
 from __future__ import annotations
 
-import io
 import json
 import shlex
 import subprocess
-import tarfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -34,9 +33,10 @@ from torchrack.model.hosts import Host
 from torchrack.model.rack import Model, NodeFacts, Rack
 from torchrack.places.base import NodeState, Output, Process, Step
 from torchrack.places.local import writing
-from torchrack.places.spawned import FACTS_SCRIPT, SpawnPlace
+from torchrack.places.spawned import SpawnPlace, not_reported, reported
 from torchrack.places.ssh_connect import Trust, connect
 from torchrack.places.ssh_process import RemoteProcess
+from torchrack.places.ssh_talk import NODE, block, lines, named, program, tell, words
 from torchrack.plan.networks import placed
 from torchrack.plan.render import sha256
 
@@ -44,8 +44,10 @@ if TYPE_CHECKING:
     from fabric import Connection
 
 T = TypeVar("T")
-RECEIVE = (Path(__file__).parents[1] / "node" / "receive.py").read_text()
-STOP = (Path(__file__).parents[1] / "node" / "stop.py").read_bytes()
+WORKER = (NODE / "worker.py").read_text()
+FACTS = (NODE / "facts.py").read_text()
+RECEIVE = (NODE / "receive.py").read_text()
+STOP = (NODE / "stop.py").read_bytes()
 ASK_S = 60.0
 # The first Python there is: the host's own choice alone if it has one, else the kit's, else the system's. The kit's in
 # an image counts only while Docker has that image: else no deploy could put it right.
@@ -87,6 +89,7 @@ class Ssh(SpawnPlace):
         self.trust = trust or Trust(known_hosts=recorded.known_hosts)
         self._there = dict(recorded.there) if self.hosts == recorded.hosts else {}
         self._connections: dict[str, Connection] = {}
+        self._idle: dict[str, RemoteProcess] = {}  # workers that wait for a program
         self._locks = {node: threading.Lock() for node in self.node_names}
 
     @property
@@ -174,9 +177,10 @@ class Ssh(SpawnPlace):
 
     def _remove(self, node: str) -> None:
         self.end_runs(node)
-        said = self._talk(node, "remove", [])
-        if "failed" in said[-1] and not said[-1].get("missing"):
-            raise Remains([f"{node}:{self.home(node)}"], said[-1]["failed"])
+        with self.receiver(node, "remove") as process:
+            said = self._heard(node, process)
+        if "failed" in said and not said.get("missing"):
+            raise Remains([f"{node}:{self.home(node)}"], said["failed"])
         # Empty folders above are ours too, if nobody else has put something there.
         self.shell(node, 'cd / && rmdir "$1" "$(dirname "$1")" 2>/dev/null', str(Path(self.home(node)).parent))
 
@@ -226,13 +230,22 @@ class Ssh(SpawnPlace):
             output = _answer(process)
             return output.code, output.stderr.decode(errors="replace").strip()
 
-    def spawn_python(self, node: str, source: str, *args: str) -> RemoteProcess:
-        return self._found_python(node, "-S", "-c", source, *args)
+    def work(self, node: str, source: str, *args: str, anew: bool = False) -> RemoteProcess:
+        """In the worker that waits on the host, if any, else in a new one; `anew`: in a new one."""
+        idle = self._idle.pop(node, None)
+        if idle and (anew or idle.poll() is not None):
+            idle.kill()
+            idle = None
+        if not idle:
+            host = self.host(node)
+            find = ["sh", "-c", FIND_PYTHON, "sh", host.python or "", host.folder, "-S", "-c", WORKER]
+            idle = RemoteProcess(self._transport(node), shlex.join(find))
+        tell(idle, program(source, *args))
+        return idle
 
-    def _found_python(self, node: str, *args: str) -> RemoteProcess:
-        host = self.host(node)
-        words = ["sh", "-c", FIND_PYTHON, "sh", host.python or "", host.folder, *args]
-        return RemoteProcess(self._transport(node), shlex.join(words))
+    def worked(self, node: str, process: Process) -> None:
+        assert isinstance(process, RemoteProcess)
+        self._idle[node] = process
 
     def system_python(self, node: str, source: str, *args: str) -> RemoteProcess:
         """The same by the host's own Python, never by one that the kit brought."""
@@ -242,8 +255,17 @@ class Ssh(SpawnPlace):
         host = self.host(node)
         self._transport(node)  # connecting is not part of what the clock is compared with
         asked = time.time()
-        with self._found_python(node, "-S", "-", "--health", host.folder, self.name, node) as process:
-            return self._reported(node, str(host), _answer(process, FACTS_SCRIPT.read_bytes()), asked)
+        process = self.work(node, FACTS, "--health", host.folder, self.name, node, anew=True)
+        process.bound(ASK_S)
+        try:
+            said = next(lines(process), None)
+        except TimeoutError:
+            raise _silent() from None
+        if said is None:
+            raise not_reported(node, process.wait(), process.stderr.read().decode(errors="replace"))
+        found = reported(node, str(host), said, asked)
+        self.worked(node, process)
+        return found
 
     def _transport(self, node: str) -> Any:
         with self._locks[node] if node in self._locks else threading.Lock():
@@ -261,12 +283,13 @@ class Ssh(SpawnPlace):
     # Files
 
     def put(self, node: str, files: Mapping[str, bytes]) -> None:
-        def answer(said: dict[str, Any]) -> bytes | None:
-            return packed({path: files[path] for path in said["want"]}) if said.get("want") else None
-
-        said = self._talk(node, "put", [{"files": sha256(files)}], answer)
-        if "done" not in said[-1]:
-            raise NotPermitted(f"{node}: {said[-1].get('refused') or said[-1].get('failed')}", "make deploy HOSTS=…")
+        with self.receiver(node, "put") as process:
+            tell(process, words(*named(sha256(files))))
+            said = self._heard(node, process)
+            tell(process, *(block(zlib.compress(files[path], 1)) for path in said.get("want", ())))
+            said = self._heard(node, process) if "want" in said else said
+        if "done" not in said:
+            raise NotPermitted(f"{node}: {said.get('refused') or said.get('failed')}", "make deploy HOSTS=…")
 
     def read(self, node: str, path: str) -> bytes:
         full = f"{self.home(node)}/{path}" if not path.startswith("/") else path
@@ -279,34 +302,19 @@ class Ssh(SpawnPlace):
 
     def receiver(self, node: str, mode: str) -> RemoteProcess:
         """receive.py at work on the node, to talk with."""
-        there = self._known(node)
-        argv = [there.python, "-I", "-S", "-c", RECEIVE, mode, there.home]  # -S: nothing but the library, so no site
-        return RemoteProcess(self._transport(node), shlex.join(argv))
+        return self.work(node, RECEIVE, mode, self.home(node))
 
-    def _talk(
-        self,
-        node: str,
-        mode: str,
-        asked: Sequence[object],
-        answer: Callable[[dict[str, Any]], bytes | None] = lambda said: None,
-    ) -> list[dict[str, Any]]:
-        """Send lines, then for each line that comes back a tar if `answer` gives one; returns what was said."""
-        heard: list[dict[str, Any]] = []
-        with self.receiver(node, mode) as process:
-            process.bound(ASK_S)
-            try:
-                for line in asked:
-                    tell(process, line)
-                for raw in process.stdout:
-                    heard.append(json.loads(raw))
-                    if tar := answer(heard[-1]):
-                        tell(process, {"bytes": len(tar)}, tar)
-            except TimeoutError:
-                raise _silent() from None
-            if not heard:
-                text = process.stderr.read().decode(errors="replace")
-                raise CommandFailed([f"{node}:", "receive.py", mode], process.wait(), text)
-        return heard
+    def _heard(self, node: str, process: RemoteProcess) -> dict[str, Any]:
+        """The next line, whatever it says."""
+        process.bound(ASK_S)
+        try:
+            said = next(lines(process), None)
+        except TimeoutError:
+            raise _silent() from None
+        if said is None:
+            text = process.stderr.read().decode(errors="replace")
+            raise CommandFailed([f"{node}:", "receive.py"], process.wait(), text)
+        return said
 
     # State
 
@@ -351,23 +359,3 @@ def _not_made(node: str, said: str) -> Unreachable:
     return Unreachable(
         "folder", f"{node}: cannot make a folder: {said}", "torchrack_folder in the inventory names another"
     )
-
-
-def tell(process: RemoteProcess, line: object, content: bytes = b"") -> None:
-    """A line of JSON and what follows it; a receiver that is gone says so through its stream."""
-    try:
-        process.stdin.write(json.dumps(line).encode() + b"\n" + content)
-        process.stdin.flush()
-    except OSError:
-        return
-
-
-def packed(files: Mapping[str, bytes]) -> bytes:
-    """A tar of files, lightly compressed: scripts shrink to a quarter."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=1) as tar:
-        for path, content in files.items():
-            member = tarfile.TarInfo(path)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-    return buffer.getvalue()

@@ -5,15 +5,16 @@ One exec a host, which stays at work through both steps (node/receive.py has the
 
 from __future__ import annotations
 
-import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from torchrack.model.errors import Lacking, TorchrackError, Unreachable
-from torchrack.places.ssh import Ssh, packed, tell
+from torchrack.model.errors import Lacking, TorchrackError
+from torchrack.places.ssh import Ssh
 from torchrack.places.ssh_process import RemoteProcess
+from torchrack.places.ssh_talk import block, hear, named, tell, words
 from torchrack.plan.render import digest, sha256
 
 STALL_S = 60.0  # seconds without a word from a host
@@ -49,17 +50,16 @@ class Pushed:
 
 @dataclass
 class Packer:
-    """Tars, each made once: what all hosts lack is the same on most of them."""
+    """Files by their hash, each compressed once: what all hosts lack is the same on most of them."""
 
-    made: dict[frozenset[str], bytes] = field(default_factory=dict)
+    made: dict[str, bytes] = field(default_factory=dict)
     lock: Lock = field(default_factory=Lock)
 
-    def constant(self, files: Files) -> bytes:
+    def packed(self, hashed: str, content: bytes) -> bytes:
         with self.lock:
-            key = frozenset(files)
-            if key not in self.made:
-                self.made[key] = packed(files)
-            return self.made[key]
+            if hashed not in self.made:
+                self.made[hashed] = block(zlib.compress(content, 1))
+            return self.made[hashed]
 
 
 class NotAll(Lacking):
@@ -91,7 +91,7 @@ def compare(place: Ssh, payloads: Mapping[str, Payload]) -> dict[str, list[str]]
 
     def ask(node: str) -> list[str]:
         with place.receiver(node, "compare") as link:
-            tell(link, {"files": sha256(payloads[node].files)})
+            tell(link, words(*named(sha256(payloads[node].files))))
             return list(hear(link)["want"])
 
     return _all_of(place.each(ask), "see make preflight HOSTS=…")
@@ -101,48 +101,28 @@ def _stage(
     place: Ssh, node: str, payload: Payload, who: str, packer: Packer, links: dict[str, RemoteProcess]
 ) -> Pushed:
     files = payload.files
+    hashes = sha256(files)
     link = links[node] = place.receiver(node, "deploy")
     link.bound(STALL_S)
-    tell(link, {"digest": payload.digest, "files": sha256(files), "who": who, "tars": 2})
+    tell(link, words(payload.digest, who, *named(hashes)))
     said = hear(link)
     if "same" in said:
         return Pushed(payload.digest, payload.digest, same=True)
-    want = set(said["want"])
-    if want:
-        shared = {path: content for path, content in payload.constant.items() if path in want}
-        own = {path: content for path, content in payload.own.items() if path in want}
-        for tar in (packer.constant(shared), packed(own)):
-            tell(link, {"bytes": len(tar)}, tar)
+    tell(link, *(packer.packed(hashes[path], files[path]) for path in said["want"]))
     hear(link)
-    return Pushed(payload.digest, said["was"] or "", len(want))
+    return Pushed(payload.digest, said["was"] or "", len(said["want"]))
 
 
 def _switch(links: Mapping[str, RemoteProcess], node: str, staged: Pushed) -> Pushed:
     if not staged.same:
-        tell(links[node], "commit")
+        tell(links[node], words("commit"))
         hear(links[node])
     return staged
 
 
 def _roll_back(links: Mapping[str, RemoteProcess], node: str) -> None:
-    tell(links[node], "rollback")
+    tell(links[node], words("rollback"))
     hear(links[node])
-
-
-def hear(link: RemoteProcess) -> dict[str, Any]:
-    """The next line from a receiver. Raises Lacking with its reason, or Unreachable where it fell silent."""
-    try:
-        raw = link.stdout.readline()
-    except TimeoutError:
-        silent = f"fell silent for {link.patience:.0f} s"
-        raise Unreachable("reachable", silent, "is the machine all right?") from None
-    if not raw:
-        last = link.stderr.read().decode(errors="replace").strip().splitlines()[-1:]
-        raise Unreachable("reachable", f"the connection broke{': ' + last[0] if last else ''}", "is the machine up?")
-    said: dict[str, Any] = json.loads(raw)
-    if problem := said.get("refused") or said.get("failed"):
-        raise Lacking(problem, said.get("fix"))
-    return said
 
 
 def _all_of(answers: Mapping[str, T | TorchrackError], hint: str) -> dict[str, T]:

@@ -1,4 +1,7 @@
-"""deploy: facts → plan → render → push → verify, on every host or on none; and what launch needs of it."""
+"""deploy: facts → plan → render → push → verify, on every host or on none; and what launch needs of it.
+
+The data network is preflight's and launch's to look at: it must be in order when a job starts, and no file needs it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from torchrack.plan.render import constant_files, node_files
 from torchrack.run.folder import RackFolder, RackRecord, write_json
 from torchrack.run.lifecycle import LiveRack
 from torchrack.run.phases import HostPhase, Phase, Progress
-from torchrack.run.preflight import Outcome, network, preflight
+from torchrack.run.preflight import Outcome, network, nics_of, preflight
 from torchrack.run.start import summary
 from torchrack.run.torch_there import TorchFrom, make_them, needed
 
@@ -108,14 +111,11 @@ def deploy(
         made = plan(outcome.rack, outcome.facts, job)
         loads = payloads(made, shared)
         said.append(summary(made))
-    as_is = all(outcome.reports[node].health.deployed == load.digest for node, load in loads.items())
-    if not as_is or only_plan:  # where these very facts and files are deployed already, one round trip is all
-        outcome = network(hosts.place, outcome, job, progress)
-        if outcome.bad():
-            return outcome
     if only_plan:
         hosts.place.learn(outcome.reports)
         return Deployment(outcome, made, loads, {}, compare(hosts.place, loads))
+    # Where these very files are in force already, the facts were all the words that had to be said.
+    as_is = all(outcome.reports[node].health.deployed == load.digest for node, load in loads.items())
     with progress.phase(HostPhase.PUSH) as said:
         hosts.folder.make()
         hosts.place.learn(outcome.reports)
@@ -185,6 +185,12 @@ def ready_for(live: LiveRack, job: Job, shared: Mapping[str, bytes], progress: P
             pushed = push(live.place, loads, who())
             record(live.folder, live.rack, live.facts, pushed)
             said.append(f"this job's node files: {told(pushed)}")
+
+
+def look(live: LiveRack, job: Job, progress: Progress) -> Outcome:
+    """Whether the hosts reach each other now as the job will want to: firewalls and routes change after a deploy."""
+    found = Outcome((), tuple(fact.node for fact in live.facts), facts=live.facts, nics=nics_of(live.rack, live.facts))
+    return network(live.place, found, job, progress)
 
 
 def hosts_flag(rack: str) -> str:

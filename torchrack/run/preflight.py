@@ -18,7 +18,6 @@ from torchrack.run.preflight_rules import Seen, judge
 from torchrack.run.probe import probe
 
 IMPORT_S = 120.0
-ETHERNET = 1500  # bytes; the MTU that is tried where a host does not tell its own
 
 
 @dataclass
@@ -55,7 +54,7 @@ def preflight(
         said.ok = len(reports) == len(answers)
     with progress.phase(HostPhase.CHECKS) as said:
         made, facts, problem = _networks(place, rack, reports)
-        nics = _nics(made, facts)
+        nics = nics_of(made, facts)
         rows += [*problem, *judge(Seen(tuple(reports.values()), nics, job, rack.name, allow_public))]
         said.append(f"{len(rows)} on {len(reports)} hosts")
     complete = bool(facts) and len(facts) == len(answers)
@@ -65,11 +64,9 @@ def preflight(
 
 def network(place: Place, found: Outcome, job: Job, progress: Progress, *, deep: bool = False) -> Outcome:
     """The second round: the hosts that answered look at each other. `found` with the rows of that."""
-    nics = found.nics
     with progress.phase(HostPhase.NETWORK) as said:
-        mtus = {node: _mtu(found.reports[node], nics[node]["fabric"]) for node in nics}
-        fabric = {node: own["fabric"] for node, own in nics.items()}
-        rows = [*probe(place, fabric, mtus, job.port, deep), *(_imports(place) if deep else ())]
+        fabric = {node: own["fabric"] for node, own in found.nics.items()}
+        rows = [*probe(place, fabric, job.port, deep), *(_imports(place) if deep else ())]
         said.append("every node to every other" if deep else "each node to its peers")
     return replace(found, rows=(*found.rows, *rows))
 
@@ -105,14 +102,9 @@ def _networks(
         return rack, (), [row]
 
 
-def _nics(rack: Rack, facts: tuple[NodeFacts, ...]) -> dict[str, dict[NetName, Nic]]:
+def nics_of(rack: Rack, facts: tuple[NodeFacts, ...]) -> dict[str, dict[NetName, Nic]]:
     found = {fact.node: {net: nic for net in NETS if (nic := fact.nic_for(net, rack))} for fact in facts}
     return {node: nics for node, nics in found.items() if len(nics) == len(NETS)}
-
-
-def _mtu(report: Report, nic: Nic) -> int:
-    link = report.health.link(nic.name)
-    return link.mtu if link else ETHERNET
 
 
 def _imports(place: Place) -> Iterator[Check]:
@@ -122,7 +114,7 @@ def _imports(place: Place) -> Iterator[Check]:
     why = "every rank does it"
 
     def act(node: str) -> tuple[int, str]:
-        with place.spawn_python(node, code) as process:
+        with place.work(node, code) as process:
             stdout, stderr = process.communicate(b"", IMPORT_S)
             return process.wait(), ((stdout if process.wait() == 0 else stderr).decode(errors="replace").strip())
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
+import ast
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +14,7 @@ from torchrack.model.errors import TorchrackError
 from torchrack.model.rack import Nic
 from torchrack.places.base import Place, Process
 
-SCRIPT = (Path(__file__).parents[1] / "node" / "probe.py").read_text()
+SOURCE = (Path(__file__).parents[1] / "node" / "probe.py").read_text()
 DEADLINE = 20.0
 ALL_UP_TO = 8  # hosts; above, each looks at FEW others, which together reach everywhere
 FEW = 4
@@ -29,7 +28,7 @@ def peers_of(nodes: Sequence[str], deep: bool) -> dict[str, list[str]]:
     return {node: [nodes[(i + step) % n] for step in steps] for i, node in enumerate(nodes)}
 
 
-def probe(place: Place, nics: Mapping[str, Nic], mtus: Mapping[str, int], port: int, deep: bool) -> list[Check]:
+def probe(place: Place, nics: Mapping[str, Nic], port: int, deep: bool) -> list[Check]:
     """Rows of the second round, within DEADLINE seconds; a node that cannot take part is a row that could not run."""
     nodes = list(nics)
     with ThreadPoolExecutor(len(nodes) or 1) as pool:
@@ -38,23 +37,22 @@ def probe(place: Place, nics: Mapping[str, Nic], mtus: Mapping[str, int], port: 
         bound = Timer(DEADLINE, _kill, args=(list(talking.values()),))
         bound.start()
         try:
-            listening = _ask(pool, talking, {node: {"address": nics[node].address, "port": port} for node in nodes})
+            listening = _ask(pool, talking, {node: [nics[node].name, nics[node].address, str(port)] for node in nodes})
             able = [node for node in nodes if "ports" in listening.get(node, {})]
             look = peers_of(able, deep)
-            asked = {
-                node: {
-                    "mtu": mtus[node],
-                    "peers": {p: {"address": nics[p].address, "ports": listening[p]["ports"]} for p in look[node]},
-                }
-                for node in able
-            }
+            asked = {node: list(_peers(look[node], nics, listening)) for node in able}
             seen = _ask(pool, {node: talking[node] for node in able}, asked)
+            over = _ask(pool, {node: talking[node] for node in able}, {node: ["over"] for node in able})
+            for node in able:
+                if "over" in over[node]:
+                    place.worked(node, talking.pop(node))
         finally:
             bound.cancel()
             list(pool.map(_end, talking.values()))
     silent = {node: str(process) for node, process in started.items() if isinstance(process, str)}
-    silent |= {node: str(listening.get(node, {}).get("error", "no answer")) for node in talking if node not in able}
+    silent |= {node: str(said.get("error", "no answer")) for node, said in listening.items() if node not in able}
     silent |= {node: str(seen[node].get("error", "no answer")) for node in able if "seen" not in seen[node]}
+    mtus = {node: listening[node]["mtu"] for node in able}
     return [*_unable(silent), *rows({node: said["seen"] for node, said in seen.items() if "seen" in said}, nics, mtus)]
 
 
@@ -101,27 +99,33 @@ def rows(seen: Mapping[str, Mapping[str, Any]], nics: Mapping[str, Nic], mtus: M
             )
 
 
+def _peers(look: Sequence[str], nics: Mapping[str, Nic], listening: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    for peer in look:
+        yield from (peer, nics[peer].address, ",".join(map(str, listening[peer]["ports"])))
+
+
 def _start(place: Place, node: str) -> Process | str:
     try:
-        return place.spawn_python(node, SCRIPT)
+        return place.work(node, SOURCE)
     except TorchrackError as error:
         return error.message
 
 
 def _ask(
-    pool: ThreadPoolExecutor, processes: Mapping[str, Process], lines: Mapping[str, object]
+    pool: ThreadPoolExecutor, processes: Mapping[str, Process], words: Mapping[str, Sequence[str]]
 ) -> dict[str, dict[str, Any]]:
-    """One line to each, one line from each."""
-    return dict(zip(processes, pool.map(lambda node: _one(processes[node], lines[node]), processes), strict=True))
+    """Some words to each, one line from each."""
+    return dict(zip(processes, pool.map(lambda node: _one(processes[node], words[node]), processes), strict=True))
 
 
-def _one(process: Process, line: object) -> dict[str, Any]:
+def _one(process: Process, words: Sequence[str]) -> dict[str, Any]:
     assert process.stdin and process.stdout and process.stderr
     try:
-        process.stdin.write(json.dumps(line).encode() + b"\n")
+        text = "\0".join(words).encode()
+        process.stdin.write(b"%08x" % len(text) + text)
         process.stdin.flush()
-        answer: dict[str, Any] = json.loads(process.stdout.readline())
-    except (OSError, ValueError):
+        answer: dict[str, Any] = ast.literal_eval(process.stdout.readline().decode())
+    except (OSError, ValueError, SyntaxError):
         last = process.stderr.read().decode(errors="replace").strip().splitlines()[-1:]
         return {"error": last[0] if last else f"no answer within {DEADLINE:.0f} s"}
     return answer
@@ -133,10 +137,6 @@ def _kill(processes: Sequence[Process]) -> None:
 
 
 def _end(process: Process) -> None:
-    with process:  # closes its streams, last of all
-        assert process.stdin
-        try:
-            process.stdin.close()
-            process.wait(2)
-        except (OSError, subprocess.TimeoutExpired):
-            process.kill()
+    process.kill()
+    with process:  # closes its streams
+        pass

@@ -14,7 +14,8 @@ from torchrack.model.health import Report
 from torchrack.places.image import Image, built
 from torchrack.places.ssh import Ssh
 from torchrack.places.ssh_process import RemoteProcess
-from torchrack.places.ssh_push import STALL_S, hear
+from torchrack.places.ssh_push import STALL_S
+from torchrack.places.ssh_talk import hear
 from torchrack.run.phases import Progress
 
 NODE = Path(__file__).parents[1] / "node"
