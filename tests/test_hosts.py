@@ -99,6 +99,7 @@ def test_every_error_of_an_inventory_has_its_line_and_key(tmp_path: Path) -> Non
         "    c: {ansible_connection: local}\n"
         "    d: {torchrack_subnet: 10.0.0.1/8}\n"
         "    a: {}\n"
+        "    e: {ansible_prot: 2222, ansible_become_user: root, ansible_ssh_private_key: ansibles}\n"
     )
     with pytest.raises(InvalidFile) as caught:
         parse_hosts(str(file))
@@ -112,9 +113,10 @@ def test_every_error_of_an_inventory_has_its_line_and_key(tmp_path: Path) -> Non
         "9: all.hosts.c.ansible_connection",
         "10: all.hosts.d.torchrack_subnet",
         "11: all.hosts.a: is there twice",
+        "12: all.hosts.e.ansible_prot: nobody reads this; is ansible_port meant?",
     ):
         assert f"{file}:{place}" in text, place
-    assert "secret" not in text
+    assert "secret" not in text and "become" not in text and "ansible_ssh_private_key:" not in text
     assert "fix: of a host are read ansible_host" in text
 
 

@@ -99,6 +99,8 @@ def test_a_plan_tells_everything_and_changes_nothing(there: Machines, cli: Remot
 def test_launch_before_deploy_says_what_is_missing(there: Machines, cli: Remote) -> None:
     done = cli.on(there, "launch", "--lab", "01")
     assert (done.returncode, "make deploy HOSTS=" in done.stderr) == (2, True), done.stderr
+    other = cli.on(there, "launch", "--rack", "misspelt", "--lab", "01")
+    assert other.returncode == 2 and not (cli.home / ".torchrack/misspelt").exists()
 
 
 def test_deploy_puts_the_same_scripts_there_as_a_local_rack_has(there: Machines, cli: Remote) -> None:
@@ -251,6 +253,7 @@ def test_a_run_that_nobody_collected_is_not_lost_in_silence(there: Machines, cli
     script = tmp_path / "talk.py"
     script.write_text("import time\nprint('hello from a detached rank', flush=True)\ntime.sleep(300)\n")
     run = cli.on(there, "launch", "--detach", str(script)).stdout.split()[1]
+    assert f"run {run} was left to itself: make collect RACK=remote" in cli("status").stderr
     logs = cli("logs", "--rack", "remote")
     assert (logs.returncode, "make collect HOSTS=…" in logs.stderr) == (2, True), logs.stderr
     assert wait_until(lambda: "hello from a detached rank" in cli.on(there, "collect").stdout, 30), "as it stands now"
@@ -274,6 +277,12 @@ def test_a_file_that_was_changed_on_a_host_is_not_started(there: Machines, cli: 
     assert (done.returncode, "scripts/launch.sh on node1" in done.stderr) == (4, True), done.stderr
     assert cli.on(there, "deploy").returncode == 0
     assert script.read_bytes() == good, "deploy makes it what it must be"
+
+
+def test_hosts_that_were_not_deployed_to(there: Machines, cli: Remote) -> None:
+    known = ["--known-hosts", str(there.known_hosts)]
+    done = cli("launch", "--hosts", "job@192.0.2.77", *known, "--lab", "01")
+    assert done.returncode == 2 and all(f":{machine.port}" in done.stderr for machine in there.all), done.stderr
 
 
 def test_a_local_rack_never_takes_the_hosts_name(cli: Remote) -> None:

@@ -68,14 +68,34 @@ def _print_status(folders: list[RackFolder], json: bool) -> None:
         tables.show_json([row.model_dump() for row in rows])
         return
     if not rows:
-        named = f"rack {folders[0].name} is not up" if len(folders) == 1 else "no rack is up"
-        print(f"{named}: make up NODES=2", file=sys.stderr)
+        one = folders[0].name if len(folders) == 1 else ""
+        flag = "" if one in ("", "lab") else f" RACK={one}"
+        named = f"rack {one} is not up" if one else "no rack is up"
+        print(f"{named}: make up NODES=2{flag}, or on rented machines make deploy HOSTS=…{flag}", file=sys.stderr)
         return
     table = tables.boxed("RACK", "NODE", "STATE", "ADDRESS(fabric)", "NIC", "SHM", "RUNTIME", "LAST RUN")
     for row in rows:
         where = (row.address or "–", row.nic or "–", size_text(row.shm))
         table.add_row(row.rack, row.node, row.state, *where, row.runtime, row.last_run or "–")
     tables.show(table)
+    for folder in folders:
+        _tell_work(folder, rented=any(row.rack == folder.name and row.runtime == "ssh" for row in rows))
+
+
+def _tell_work(folder: RackFolder, rented: bool) -> None:
+    """What is at work on a rack now: a command of ours, or a run that was left to itself."""
+    if held := folder.holder():
+        print(f"rack {folder.name}: {held[1]} is at work (process {held[0]})", file=sys.stderr)
+    if not rented:
+        return
+    from torchrack.run.detached import detached
+
+    for run in folder.runs():
+        if detached(run):
+            print(
+                f"rack {folder.name}: run {run.name} was left to itself: make collect RACK={folder.name}",
+                file=sys.stderr,
+            )
 
 
 def exec_(

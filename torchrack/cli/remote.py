@@ -231,6 +231,7 @@ def launch(
     named = rented(hosts, rack, asked.host_keys(host_keys), known_hosts)
     job = asked.job(env, nproc=nproc or (str(chosen.lab.nproc) if chosen else None), pin=pin, mode=mode, port=port)
     say = progress(json)
+    deployed(named)  # before a lock makes a folder for a rack that is not there
     with named.folder.lock(f"launch {lab or script}"):
         live = deployed(named)
         if chosen:

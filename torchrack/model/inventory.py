@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ REFUSED = {
     "ansible_ssh_common_args": "put this into ~/.ssh/config, which both tools read (ProxyJump, for example)",
     "ansible_ssh_extra_args": "put this into ~/.ssh/config, which both tools read",
 }
+MISSPELT = 0.905  # of difflib; what Ansible itself has beside these variables is at most 0.902 like them
 _RANGE = re.compile(r"\[(\d+):(\d+)(?::(\d+))?\]")
 _GROUP_KEYS = ("hosts", "vars", "children")
 
@@ -110,7 +112,7 @@ def read_inventory(path: Path) -> Inventory:
 
 
 def _not_yaml(path: Path, line: int, what: str) -> InvalidFile:
-    hint = f"an Ansible inventory in YAML is wanted: ansible-inventory -i {path} --list --yaml > inventory.yml"
+    hint = f"correct that line; an INI inventory becomes one in YAML by ansible-inventory -i {path} --list --yaml"
     return InvalidFile(str(path), [(str(line), what)], hint)
 
 
@@ -166,6 +168,8 @@ def _variables(inventory: Inventory, node: yaml.Node, path: str) -> dict[str, Va
             inventory.note(line, where, f"{value.value!r}: only hosts behind ssh can be nodes")
         elif name.startswith("torchrack_") and name not in OURS:
             inventory.note(line, where, f"is not one of {', '.join(OURS)}")
+        elif name not in ANSIBLE and (meant := get_close_matches(name, ANSIBLE, 1, MISSPELT)):
+            inventory.note(line, where, f"nobody reads this; is {meant[0]} meant?")
         elif name in ANSIBLE or name in OURS:
             plain = _plain(inventory, value, line, where)
             found[name] = Value(plain, line, where)

@@ -85,6 +85,7 @@ class Ssh(SpawnPlace):
     def __init__(self, name: str, state: Path, hosts: Sequence[Host] = (), trust: Trust | None = None) -> None:
         super().__init__(name, state)
         recorded = self._read_state()
+        self.recorded = recorded.hosts  # those that something was made on, if any
         self.hosts = tuple(hosts) or recorded.hosts
         self.trust = trust or Trust(known_hosts=recorded.known_hosts)
         self._there = dict(recorded.there) if self.hosts == recorded.hosts else {}

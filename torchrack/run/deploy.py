@@ -162,7 +162,9 @@ def deployed(hosts: Rented) -> LiveRack:
     if recorded is None or recorded.rack is None:
         raise NotFound(f"nothing is deployed for rack {folder.name}", f"make deploy{hosts_flag(folder.name)}")
     if len(recorded.facts) != len(place.hosts) or not place.there:
-        raise UsageError("HOSTS are not those that were deployed to", "make deploy with these HOSTS first")
+        those = ", ".join(map(str, place.recorded))
+        hint = f"make deploy with these HOSTS first; make launch without HOSTS{rack_flag(folder.name)} means those"
+        raise UsageError(f"HOSTS are not those that were deployed to: {those}", hint)
     return LiveRack(recorded.rack, recorded.facts, place, folder)
 
 
@@ -193,8 +195,12 @@ def look(live: LiveRack, job: Job, progress: Progress) -> Outcome:
     return network(live.place, found, job, progress)
 
 
+def rack_flag(rack: str) -> str:
+    return "" if rack == REMOTE else f" RACK={rack}"
+
+
 def hosts_flag(rack: str) -> str:
-    return " HOSTS=…" if rack == REMOTE else f" HOSTS=… RACK={rack}"
+    return f" HOSTS=…{rack_flag(rack)}"
 
 
 def stop(hosts: Rented, progress: Progress) -> dict[str, list[str]]:
