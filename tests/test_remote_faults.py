@@ -28,7 +28,7 @@ from torchrack.places.netns_check import PATH
 from torchrack.places.ssh import Ssh
 from torchrack.places.ssh_connect import CONNECT_S, HostKeys, Trust
 from torchrack.places.ssh_push import NotAll, Payload, push
-from torchrack.places.ssh_talk import block, hear, named, tell, words
+from torchrack.places.talk import block, hear, named, tell, words
 from torchrack.plan.render import sha256
 from torchrack.run.phases import Progress
 from torchrack.run.preflight import preflight
@@ -324,13 +324,13 @@ def test_a_second_deployer_leaves_the_first_one_its_new_folder(there: Machines, 
     place.learn({node: place.report(node) for node in place.node_names})
     with place.receiver("node1", "deploy") as first:
         files = {"scripts/a": b"alice's"}
-        tell(first, words("0" * 8, "alice", *named(sha256(files))))
+        tell(first, [words("0" * 8, "alice", *named(sha256(files)))])
         assert hear(first)["want"] == list(files)
         with pytest.raises(NotAll, match="another deployer is at work: alice"):
             push(place, loads(1000, b"second"), "bob")
-        tell(first, block(zlib.compress(files["scripts/a"])))
+        tell(first, [block(zlib.compress(files["scripts/a"]))])
         assert "staged" in hear(first)
-        tell(first, words("commit"))
+        tell(first, [words("commit")])
         assert "done" in hear(first)
     place.down()
 

@@ -303,7 +303,7 @@ def main() -> None:
     }
     if sys.argv[1:2] == ["--health"]:
         facts["health"] = health(packages, *sys.argv[2:])
-    print(repr(facts))
+    print(ascii(facts))
 
 
 main()

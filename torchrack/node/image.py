@@ -29,7 +29,7 @@ PROVISION = "make provision HOSTS=… VAR=torchrack_containers=true"
 
 
 def say(**fields: object) -> None:
-    sys.stdout.write(f"{fields!r}\n")
+    sys.stdout.write(f"{fields!a}\n")
     sys.stdout.flush()
 
 

@@ -46,7 +46,7 @@ def exactly(size: int) -> bytes:
 
 
 def say(**fields: object) -> None:
-    sys.stdout.write(f"{fields!r}\n")
+    sys.stdout.write(f"{fields!a}\n")
     sys.stdout.flush()
 
 
@@ -100,7 +100,7 @@ def knock(own: str, address: str, port: int) -> str:
             peer.bind((own, 0))
             peer.connect((address, port))
             return "" if peer.recv(len(GREETING)) == GREETING else "somebody else answers"
-    except TimeoutError:
+    except socket.timeout:  # noqa: UP041  which is not TimeoutError before Python 3.10
         return "no answer within %g s" % CONNECT_S
     except OSError as error:
         return error.strerror or str(error)
@@ -118,7 +118,7 @@ def fits(own: str, address: str, port: int, mtu: int) -> str:
                 sender.sendto(bytes(size), (address, port))
                 if int(sender.recv(100)) == size:
                     return ""
-            except TimeoutError:
+            except socket.timeout:  # noqa: UP041
                 continue
             except (OSError, ValueError) as error:
                 return str(error)

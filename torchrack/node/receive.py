@@ -80,7 +80,7 @@ class Stdin:
 
 
 def say(**fields: object) -> None:
-    sys.stdout.write(f"{fields!r}\n")
+    sys.stdout.write(f"{fields!a}\n")
     sys.stdout.flush()
 
 

@@ -29,6 +29,6 @@ def block() -> bytes:
 
 
 while True:
-    sys.argv = block().decode().split("\0")
+    sys.argv = os.fsdecode(block()).split("\0")
     exec(block(), {"__name__": "__main__"})
     sys.stdout.flush()

@@ -36,7 +36,7 @@ from torchrack.places.local import writing
 from torchrack.places.spawned import SpawnPlace, not_reported, reported
 from torchrack.places.ssh_connect import Trust, connect
 from torchrack.places.ssh_process import RemoteProcess
-from torchrack.places.ssh_talk import NODE, block, lines, named, program, tell, words
+from torchrack.places.talk import NODE, block, lines, named, program, tell, words
 from torchrack.plan.networks import placed
 from torchrack.plan.render import sha256
 
@@ -257,16 +257,24 @@ class Ssh(SpawnPlace):
         self._transport(node)  # connecting is not part of what the clock is compared with
         asked = time.time()
         process = self.work(node, FACTS, "--health", host.folder, self.name, node, anew=True)
-        process.bound(ASK_S)
         try:
-            said = next(lines(process), None)
-        except TimeoutError:
-            raise _silent() from None
-        if said is None:
-            raise not_reported(node, process.wait(), process.stderr.read().decode(errors="replace"))
+            said = self._next(process)
+            if said is None:
+                raise not_reported(node, process.end(), process.stderr.read().decode(errors="replace"))
+        except BaseException:
+            process.kill()
+            raise
         found = reported(node, str(host), said, asked)
         self.worked(node, process)
         return found
+
+    def _next(self, process: RemoteProcess) -> dict[str, Any] | None:
+        """The next line of a program, whatever it says; None: there is none."""
+        process.bound(ASK_S)
+        try:
+            return next(lines(process), None)
+        except TimeoutError:
+            raise _silent() from None
 
     def _transport(self, node: str) -> Any:
         with self._locks[node] if node in self._locks else threading.Lock():
@@ -285,9 +293,9 @@ class Ssh(SpawnPlace):
 
     def put(self, node: str, files: Mapping[str, bytes]) -> None:
         with self.receiver(node, "put") as process:
-            tell(process, words(*named(sha256(files))))
+            tell(process, [words(*named(sha256(files)))])
             said = self._heard(node, process)
-            tell(process, *(block(zlib.compress(files[path], 1)) for path in said.get("want", ())))
+            tell(process, (block(zlib.compress(files[path], 1)) for path in said.get("want", ())))
             said = self._heard(node, process) if "want" in said else said
         if "done" not in said:
             raise NotPermitted(f"{node}: {said.get('refused') or said.get('failed')}", "make deploy HOSTS=…")
@@ -307,14 +315,10 @@ class Ssh(SpawnPlace):
 
     def _heard(self, node: str, process: RemoteProcess) -> dict[str, Any]:
         """The next line, whatever it says."""
-        process.bound(ASK_S)
-        try:
-            said = next(lines(process), None)
-        except TimeoutError:
-            raise _silent() from None
+        said = self._next(process)
         if said is None:
             text = process.stderr.read().decode(errors="replace")
-            raise CommandFailed([f"{node}:", "receive.py"], process.wait(), text)
+            raise CommandFailed([f"{node}:", "receive.py"], process.end(), text)
         return said
 
     # State

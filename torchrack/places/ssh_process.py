@@ -79,6 +79,12 @@ class RemoteProcess:
         """Close the channel: the command's stdin ends and its output breaks. sshd offers no more than that."""
         self._channel.close()
 
+    def end(self) -> int:
+        """The exit status of a command that has closed its output; one that does not end is let go of."""
+        if not self._channel.status_event.wait(START_S):
+            self.kill()
+        return self._code()
+
     def __enter__(self) -> Self:
         return self
 

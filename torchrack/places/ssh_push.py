@@ -14,7 +14,7 @@ from typing import TypeVar
 from torchrack.model.errors import Lacking, TorchrackError
 from torchrack.places.ssh import Ssh
 from torchrack.places.ssh_process import RemoteProcess
-from torchrack.places.ssh_talk import block, hear, named, tell, words
+from torchrack.places.talk import block, hear, named, tell, words
 from torchrack.plan.render import digest, sha256
 
 STALL_S = 60.0  # seconds without a word from a host
@@ -91,7 +91,7 @@ def compare(place: Ssh, payloads: Mapping[str, Payload]) -> dict[str, list[str]]
 
     def ask(node: str) -> list[str]:
         with place.receiver(node, "compare") as link:
-            tell(link, words(*named(sha256(payloads[node].files))))
+            tell(link, [words(*named(sha256(payloads[node].files)))])
             return list(hear(link)["want"])
 
     return _all_of(place.each(ask), "see make preflight HOSTS=…")
@@ -104,24 +104,24 @@ def _stage(
     hashes = sha256(files)
     link = links[node] = place.receiver(node, "deploy")
     link.bound(STALL_S)
-    tell(link, words(payload.digest, who, *named(hashes)))
+    tell(link, [words(payload.digest, who, *named(hashes))])
     said = hear(link)
     if "same" in said:
         return Pushed(payload.digest, payload.digest, same=True)
-    tell(link, *(packer.packed(hashes[path], files[path]) for path in said["want"]))
+    tell(link, (packer.packed(hashes[path], files[path]) for path in said["want"]))
     hear(link)
     return Pushed(payload.digest, said["was"] or "", len(said["want"]))
 
 
 def _switch(links: Mapping[str, RemoteProcess], node: str, staged: Pushed) -> Pushed:
     if not staged.same:
-        tell(links[node], words("commit"))
+        tell(links[node], [words("commit")])
         hear(links[node])
     return staged
 
 
 def _roll_back(links: Mapping[str, RemoteProcess], node: str) -> None:
-    tell(links[node], words("rollback"))
+    tell(links[node], [words("rollback")])
     hear(links[node])
 
 

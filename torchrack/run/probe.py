@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +12,7 @@ from torchrack.model.checks import Check
 from torchrack.model.errors import TorchrackError
 from torchrack.model.rack import Nic
 from torchrack.places.base import Place, Process
+from torchrack.places.talk import lines, tell, words
 
 SOURCE = (Path(__file__).parents[1] / "node" / "probe.py").read_text()
 DEADLINE = 20.0
@@ -112,23 +112,22 @@ def _start(place: Place, node: str) -> Process | str:
 
 
 def _ask(
-    pool: ThreadPoolExecutor, processes: Mapping[str, Process], words: Mapping[str, Sequence[str]]
+    pool: ThreadPoolExecutor, processes: Mapping[str, Process], given: Mapping[str, Sequence[str]]
 ) -> dict[str, dict[str, Any]]:
     """Some words to each, one line from each."""
-    return dict(zip(processes, pool.map(lambda node: _one(processes[node], words[node]), processes), strict=True))
+    return dict(zip(processes, pool.map(lambda node: _one(processes[node], given[node]), processes), strict=True))
 
 
-def _one(process: Process, words: Sequence[str]) -> dict[str, Any]:
-    assert process.stdin and process.stdout and process.stderr
+def _one(process: Process, given: Sequence[str]) -> dict[str, Any]:
+    tell(process, [words(*given)])
     try:
-        text = "\0".join(words).encode()
-        process.stdin.write(b"%08x" % len(text) + text)
-        process.stdin.flush()
-        answer: dict[str, Any] = ast.literal_eval(process.stdout.readline().decode())
-    except (OSError, ValueError, SyntaxError):
-        last = process.stderr.read().decode(errors="replace").strip().splitlines()[-1:]
-        return {"error": last[0] if last else f"no answer within {DEADLINE:.0f} s"}
-    return answer
+        if said := next(lines(process), None):
+            return said
+    except (OSError, ValueError):
+        pass
+    assert process.stderr
+    last = process.stderr.read().decode(errors="replace").strip().splitlines()[-1:]
+    return {"error": last[0] if last else f"no answer within {DEADLINE:.0f} s"}
 
 
 def _kill(processes: Sequence[Process]) -> None:

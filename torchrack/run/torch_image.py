@@ -15,7 +15,7 @@ from torchrack.places.image import Image, built
 from torchrack.places.ssh import Ssh
 from torchrack.places.ssh_process import RemoteProcess
 from torchrack.places.ssh_push import STALL_S
-from torchrack.places.ssh_talk import hear
+from torchrack.places.talk import hear
 from torchrack.run.phases import Progress
 
 NODE = Path(__file__).parents[1] / "node"

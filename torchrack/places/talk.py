@@ -1,13 +1,15 @@
-"""Words with the programs of node/ that run on a host: blocks go there (worker.py), lines with a literal come back."""
+"""Words with the programs of node/ at work on a node: blocks go there (worker.py), lines with a literal come back."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from torchrack.model.errors import Lacking, Unreachable
+from torchrack.places.base import Process
 from torchrack.places.ssh_process import RemoteProcess
 
 NODE = Path(__file__).parents[1] / "node"
@@ -22,9 +24,9 @@ def words(*given: str) -> bytes:
     return block("\0".join(given).encode(errors="surrogateescape"))
 
 
-def program(source: str, *args: str) -> bytes:
+def program(source: str, *args: str) -> tuple[bytes, bytes]:
     """Lines of Python, to be run by worker.py with these arguments."""
-    return words("-", *args) + block(source.encode())
+    return words("-", *args), block(source.encode())
 
 
 def named(files: Mapping[str, str]) -> Iterable[str]:
@@ -32,20 +34,25 @@ def named(files: Mapping[str, str]) -> Iterable[str]:
     return (word for pair in files.items() for word in pair)
 
 
-def tell(process: RemoteProcess, *blocks: bytes) -> None:
-    """A program that is gone says so through its stream."""
+def tell(process: Process, blocks: Iterable[bytes]) -> None:
+    """Send blocks, each when the one before is on its way. A program that is gone says so through its stream."""
+    assert process.stdin
     try:
-        process.stdin.write(b"".join(blocks))
+        for one in blocks:
+            process.stdin.write(one)
         process.stdin.flush()
     except OSError:
         return
 
 
-def lines(process: RemoteProcess) -> Iterator[dict[str, Any]]:
+def lines(process: Process) -> Iterator[dict[str, Any]]:
     """What a program says. A login shell's own words, as ~/.bashrc may print them, are not it."""
+    assert process.stdout
     for raw in process.stdout:
-        if raw.startswith(b"{"):
-            yield ast.literal_eval(raw.decode())
+        with suppress(ValueError, SyntaxError):
+            said = ast.literal_eval(raw.decode())
+            if isinstance(said, dict):
+                yield said
 
 
 def hear(process: RemoteProcess) -> dict[str, Any]:
