@@ -108,7 +108,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "disk full": ({"disk_free": 0}, "disk", "fail", "0 MiB free"),
     "name means 127.0.1.1": ({"own_name": ["127.0.1.1"]}, "own name", "warn", "gpu1 means 127.0.1.1"),
     "name means nothing": ({"own_name": []}, "own name", "warn", "does not resolve"),
-    "orphan": ({"runs": [{"run": "r1", "pids": [5, 6]}]}, "earlier runs", "fail", "run r1: 2 processes"),
+    "orphan": ({"runs": [{"run": "r1", "rack": "b", "pids": [5, 6]}]}, "earlier runs", "fail", "run r1: 2 processes"),
     "RDMA idle": (
         {"rdma": [{"device": "mlx5_0:1", "state": "1: DOWN", "rate": "10"}], "rdma_usable": True},
         "RDMA",

@@ -242,6 +242,12 @@ def test_a_detached_run_is_stopped_by_name(there: Machines, cli: Remote, tmp_pat
     second = cli.on(there, "launch", str(script))
     assert second.returncode == 4 and f"run {run} is still alive" in second.stderr, second.stderr
     assert "make collect" in second.stderr and "make down" not in second.stderr, "down would lose what it has written"
+    again = cli.on(there, "launch", "--detach", str(script))
+    assert again.returncode == 4 and len(tagged(f"TORCHRACK_RUN={run}")) >= 2, "the one that is refused ends no other"
+    for i, machine in enumerate(there.all):
+        kept = [path.name for path in (machine.folder / f"remote/node{i}/runs").iterdir()]
+        assert kept == [run], "what was refused leaves nothing there, nor here"
+    assert run in cli("status", "--rack", "remote").stdout
     stopped = cli.on(there, "stop", "--json")
     assert json.loads(stopped.stdout) == {"node0": [run], "node1": [run]}
     assert tagged(f"TORCHRACK_RUN={run}") == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import shutil
 import signal
@@ -462,6 +463,55 @@ def test_a_data_port_that_was_closed_after_the_deploy(there: Machines, cli: Remo
     assert runs(cli) == before and nothing_runs(there)
 
 
+TALK = r"""#!/bin/sh
+printf 'Welcome\n{"run": "of the day"}\n{ \377\nno end of line: '
+exec sh -c "$SSH_ORIGINAL_COMMAND"
+"""
+WRITES = """
+import os, time
+open(os.environ["OUT"] + "/mine", "w").write(os.environ["RANK"])
+open("beside", "w").write("x")
+time.sleep(float(os.environ.get("REST", 0)))
+"""
+
+
+@pytest.fixture
+def talkative(there: Machines) -> Iterator[Machine]:
+    """A host whose login shell prints something before every command."""
+    machine = there.all[1]
+    conf, talk = machine.home / "sshd/conf", machine.home / "sshd/talk.sh"
+    talk.write_text(TALK)
+    talk.chmod(0o755)
+    before = conf.read_text()
+    conf.write_text(f"{before}ForceCommand {talk}\n")
+    yield machine
+    conf.write_text(before)
+
+
+def test_a_host_whose_login_shell_talks(there: Machines, talkative: Machine, cli: Remote, tmp_path: Path) -> None:
+    script = tmp_path / "writes.py"
+    script.write_text(WRITES)
+    assert cli.on(there, "preflight").returncode == 0
+    assert cli.on(there, "deploy").returncode == 0
+    done = cli.on(there, "launch", "--json", str(script))
+    out = Path(cli.result(done)["record"]) / "out"
+    assert done.returncode == 0, done.stderr
+    assert sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()) == [
+        "node0/beside", "node1/beside", "rank0/mine", "rank1/mine",
+    ]  # fmt: skip
+    run = cli.on(there, "launch", "--detach", "--env", "REST=300", str(script)).stdout.split()[1]
+    assert f"run {run} still runs" in cli.on(there, "collect").stderr
+    assert json.loads(cli.on(there, "stop", "--json").stdout) == {"node0": [run], "node1": [run]}
+    assert json.loads(cli.on(there, "collect", "--json").stdout)["runs"][run]["verdict"] == "interrupted"
+    assert cli("down", "--rack", "remote").returncode == 0
+
+
+def test_a_host_that_lets_nobody_in_says_why(there: Machines, talkative: Machine, place: Ssh) -> None:
+    (talkative.home / "sshd/talk.sh").write_text("#!/bin/sh\necho 'Please login as ubuntu'\nexit 1\n")
+    row = look(place)["python"]
+    assert (row.node, row.state, "Please login as ubuntu" in row.value) == ("node1", "fail", True)
+
+
 def runs(cli: Remote) -> list[str]:
     return sorted(path.name for path in (cli.home / ".torchrack/remote").iterdir())
 
@@ -498,7 +548,7 @@ def test_a_host_that_dies_in_the_middle_of_a_run(there: Machines, running: subpr
         began = time.monotonic()
         _, said = running.communicate(timeout=90)
         assert running.returncode == 1 and time.monotonic() - began < 60
-        assert "node1 could not be asked" in said
+        assert "not all of node1 came" in said
     finally:
         machine.open()
     assert wait_until(lambda: nothing_runs(there), 20)

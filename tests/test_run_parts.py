@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from torchrack.model.job import Job
 from torchrack.model.result import RankResult, RunResult, WireRow
 from torchrack.plan.plan import plan
 from torchrack.run.folder import RackFolder
+from torchrack.run.outputs import _extract
 from torchrack.run.record import rank_exits
 from torchrack.run.target import imports, script_target
 from torchrack.run.wires import pinned_share, wire_rows
@@ -126,6 +128,39 @@ def test_a_script_takes_its_folder_along_but_not_the_litter(tmp_path: Path) -> N
     assert target.path == "runs/r1/script/train.py"
     with pytest.raises(NotFound, match="no script"):
         script_target(tmp_path / "other.py", "r1")
+
+
+def test_a_linked_folder_goes_along_and_a_circle_ends(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/a.txt").write_text("a")
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "train.py").write_text("")
+    (own / "linked").symlink_to(tmp_path / "data")
+    (own / "round").symlink_to(own)
+    (own / "nowhere").symlink_to(tmp_path / "none")
+    assert sorted(script_target(own / "train.py", "r1").files) == ["linked/a.txt", "train.py"]
+
+
+WHOLE = "tar c -C / etc/hostname --format=gnu -b 20"
+STREAMS = {"printf 'nothing\\nend\\n'": True, "printf 'nothing\\n'": False, "printf 'tar\\n'": False,
+           f"printf 'tar\\n'; {WHOLE}; printf 'end\\n'": True, f"printf 'tar\\n'; {WHOLE} | head -c 600": False,
+           f"printf 'tar\\n'; {WHOLE} | head -c 700; printf 'end\\n'": False, "true": False}  # fmt: skip
+
+
+@pytest.mark.parametrize("script", STREAMS)
+def test_what_came_in_part_is_not_taken_for_all(script: str, tmp_path: Path) -> None:
+    """A node removes what its ranks wrote only when it hears that all of it was kept."""
+    argv = ["sh", "-c", f"read before; {script}; exec 1>&-; read word; echo heard $word >&2"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        try:
+            _extract(process, [], tmp_path)
+        except (EOFError, tarfile.TarError):
+            assert process.stdin
+            process.stdin.close()
+        assert process.stderr
+        assert (process.stderr.read() == b"heard kept\n") is STREAMS[script]
 
 
 def test_a_module_beside_the_folder_does_not_travel(tmp_path: Path) -> None:

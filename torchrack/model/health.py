@@ -27,6 +27,7 @@ class RdmaPort(Model):
 
 class AliveRun(Model):
     run: str
+    rack: str = ""
     pids: tuple[int, ...]
 
 

@@ -1,8 +1,11 @@
-"""Send what a run's ranks wrote as a tar on stdout, then remove the run's folder. Runs on the node, stdlib only.
+"""Send what a run's ranks wrote as a tar on stdout; remove the run's folder once it was kept. Stdlib only.
 
-`python collect.py RUN_FOLDER NODE CWD`; stdin: a JSON list of the files that were there before. In the tar: rank<r>/…
-is what rank r wrote to $OUT, NODE/… what appeared in the working directory beside what had been put there,
-flight/rank<r> what the rank's flight recorder left.
+`python collect.py RUN_FOLDER NODE CWD` on the node. In the tar: rank<r>/… is what rank r wrote to $OUT, NODE/… what
+appeared in the working directory beside what had been put there, flight/rank<r> what the rank's flight recorder left.
+
+    <- a JSON list of the files that were there before
+    -> the line "tar" and a tar, or the line "nothing"; then the line "end"
+    <- the line "kept"; else all of it stays
 """
 
 import glob
@@ -14,7 +17,7 @@ import sys
 
 def main() -> None:
     run, node, cwd = sys.argv[1:]
-    before = set(json.load(sys.stdin))
+    before = set(json.loads(sys.stdin.readline()))
     out = os.path.join(run, "out")
     written = any(files for _, _, files in os.walk(out))
     found = [(os.path.join(out, name), name) for name in (sorted(os.listdir(out)) if written else ())]
@@ -27,17 +30,22 @@ def main() -> None:
                 found.append((path, os.path.join(node, inside)))
     for path in glob.glob(f"{glob.escape(run)}/logs*/flight_*[0-9]"):  # dumps of NCCL's watchdog
         found.append((path, os.path.join("flight", os.path.basename(path).replace("flight_", "rank"))))
-    if found:
-        send(found)
-    shutil.rmtree(run, ignore_errors=True)
+    send(found)
+    if sys.stdin.readline() == "kept\n":
+        shutil.rmtree(run, ignore_errors=True)
 
 
 def send(found: "list[tuple[str, str]]") -> None:
-    import tarfile  # half of this script's time, and most runs write nothing
+    stdout = sys.stdout.buffer
+    stdout.write(b"tar\n" if found else b"nothing\n")
+    if found:
+        import tarfile  # half of this script's time, and most runs write nothing
 
-    with tarfile.open(fileobj=sys.stdout.buffer, mode="w|") as tar:
-        for path, name in found:
-            tar.add(path, name)
+        with tarfile.open(fileobj=stdout, mode="w|") as tar:
+            for path, name in found:
+                tar.add(path, name)
+    stdout.write(b"end\n")
+    stdout.flush()
 
 
 main()

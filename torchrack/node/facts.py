@@ -203,19 +203,19 @@ def gpus() -> dict[str, object]:
 
 
 def runs() -> list[dict[str, object]]:
-    """Living processes that carry a run's tag."""
-    found: dict[str, list[int]] = {}
+    """Living processes that carry a run's tag; `rack` is the one of ours that it belongs to, "" where none is told."""
+    found: dict[tuple[str, str], list[int]] = {}
     for pid in os.listdir("/proc"):
         if pid.isdigit():
             try:
                 with open(f"/proc/{pid}/environ", "rb") as file:
-                    items = file.read().split(b"\0")
+                    items = dict(item.partition(b"=")[::2] for item in file.read().split(b"\0"))
             except OSError:
                 continue
-            for item in items:
-                if item.startswith(b"TORCHRACK_RUN="):
-                    found.setdefault(item[14:].decode(errors="replace"), []).append(int(pid))
-    return [{"run": run, "pids": pids} for run, pids in sorted(found.items())]
+            if run := items.get(b"TORCHRACK_RUN"):
+                *_, rack, _ = [b"", b"", *items.get(b"TORCHRACK_AT", b"").split(b"/")]  # FOLDER/RACK/NODE
+                found.setdefault((os.fsdecode(run), os.fsdecode(rack)), []).append(int(pid))
+    return [{"run": run, "rack": rack, "pids": pids} for (run, rack), pids in sorted(found.items())]
 
 
 def limit(which: int) -> int:

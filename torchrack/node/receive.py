@@ -1,7 +1,7 @@
 """Take files on a host: compare hashes, receive what differs, put it in place. Runs there, standard library only.
 
     receive.py put HOME       write files below HOME, those that differ
-    receive.py compare HOME   say which files are not there with that hash, as {"want"}; nothing is changed
+    receive.py compare HOME   say which files are not there with that hash, as {"want"}, and {"run"}: the one alive
     receive.py deploy HOME    a payload: payload/<digest>, then `current` is switched to it; the last KEEP stay
     receive.py remove HOME    remove HOME
 
@@ -149,7 +149,7 @@ def put(home: str, stdin: Stdin) -> None:
 
 
 def compare(home: str, stdin: Stdin) -> None:
-    say(want=unlike(f"{home}/current", hashes(stdin.words())))
+    say(want=unlike(f"{home}/current", hashes(stdin.words())), run=alive(home))
 
 
 def alive(home: str) -> str:

@@ -187,8 +187,7 @@ class Ssh(SpawnPlace):
 
     def end_runs(self, node: str) -> list[str]:
         """End all that this rack runs on the node, whoever started it; returns the runs' ids. Raises Remains."""
-        command = shlex.join([self.python(node), "-I", "-", self.home(node)])
-        with RemoteProcess(self._transport(node), command) as process:
+        with self._command(node, self.python(node), "-I", "-", self.home(node)) as process:
             output = _answer(process, STOP)
         if output.code:
             text = (output.stdout + output.stderr).decode(errors="replace")
@@ -227,7 +226,7 @@ class Ssh(SpawnPlace):
 
     def shell(self, node: str, script: str, *args: str) -> tuple[int, str]:
         """A few words of sh with arguments, also before anything is deployed; returns status and stderr."""
-        with RemoteProcess(self._transport(node), shlex.join(["sh", "-c", script, "sh", *args])) as process:
+        with self._command(node, "sh", "-c", script, "sh", *args) as process:
             output = _answer(process)
             return output.code, output.stderr.decode(errors="replace").strip()
 
@@ -239,8 +238,8 @@ class Ssh(SpawnPlace):
             idle = None
         if not idle:
             host = self.host(node)
-            find = ["sh", "-c", FIND_PYTHON, "sh", host.python or "", host.folder, "-S", "-c", WORKER]
-            idle = RemoteProcess(self._transport(node), shlex.join(find))
+            find = ("sh", "-c", FIND_PYTHON, "sh", host.python or "", host.folder, "-S", "-c", WORKER)
+            idle = self._command(node, *find)
         tell(idle, program(source, *args))
         return idle
 
@@ -250,7 +249,10 @@ class Ssh(SpawnPlace):
 
     def system_python(self, node: str, source: str, *args: str) -> RemoteProcess:
         """The same by the host's own Python, never by one that the kit brought."""
-        return RemoteProcess(self._transport(node), shlex.join(["python3", "-I", "-S", "-c", source, *args]))
+        return self._command(node, "python3", "-I", "-S", "-c", source, *args)
+
+    def _command(self, node: str, *argv: str) -> RemoteProcess:
+        return RemoteProcess(self._transport(node), f"exec {shlex.join(argv)}")
 
     def report(self, node: str) -> Report:
         host = self.host(node)
@@ -260,7 +262,7 @@ class Ssh(SpawnPlace):
         try:
             said = self._next(process)
             if said is None:
-                raise not_reported(node, process.end(), process.stderr.read().decode(errors="replace"))
+                raise not_reported(node, *process.end())
         except BaseException:
             process.kill()
             raise
@@ -317,8 +319,7 @@ class Ssh(SpawnPlace):
         """The next line, whatever it says."""
         said = self._next(process)
         if said is None:
-            text = process.stderr.read().decode(errors="replace")
-            raise CommandFailed([f"{node}:", "receive.py"], process.end(), text)
+            raise CommandFailed([f"{node}:", "receive.py"], *process.end(), "the same command again")
         return said
 
     # State
@@ -351,7 +352,9 @@ def _answer(process: RemoteProcess, stdin: bytes = b"") -> Output:
 
 
 def _silent() -> Unreachable:
-    return Unreachable("reachable", f"no answer within {ASK_S:.0f} s", "is it up? a machine that swaps looks like this")
+    return Unreachable(
+        "reachable", f"no answer within {ASK_S:.0f} s", "is it up, and does its Python start? one that swaps looks so"
+    )
 
 
 def _must(answer: T | TorchrackError) -> T:

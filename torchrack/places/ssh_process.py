@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 CHUNK = 1 << 15  # bytes; what one ssh packet carries
 START_S = 10.0
+# What a login shell's own files print (~/.bashrc, ForceCommand) comes before this, and is not the command's output.
+MARK = b"torchrack-from-here-on\n"
+BEFORE = 2000  # bytes of it that are kept: a host that lets nobody in says here why
 LOST, SIGNALLED = 255, -9  # as the ssh command says of a lost connection; paramiko tells not which signal it was
 
 
@@ -34,10 +37,11 @@ class RemoteProcess:
 
     def __init__(self, transport: Transport, command: str) -> None:
         self.args, self._transport, self.patience = command, transport, float("inf")
-        self._channel: Channel = _started(transport, command)
+        self._channel: Channel = _started(transport, f"echo {MARK.decode().strip()}; {command}")
         self.stdin: IO[bytes] = io.BufferedWriter(_Sink(self._channel), CHUNK)  # type: ignore[type-var]
-        self.stdout: IO[bytes] = io.BufferedReader(_Source(self._channel.recv, self._channel), CHUNK)
-        self.stderr: IO[bytes] = io.BufferedReader(_Source(self._channel.recv_stderr, self._channel), CHUNK)
+        self._output = _Marked(self._channel.recv)
+        self.stdout: IO[bytes] = io.BufferedReader(self._output, CHUNK)
+        self.stderr: IO[bytes] = io.BufferedReader(_Source(self._channel.recv_stderr), CHUNK)
 
     def bound(self, seconds: float) -> None:
         """From now on a read that gets nothing, or a write that nobody takes, for so long raises TimeoutError."""
@@ -79,11 +83,15 @@ class RemoteProcess:
         """Close the channel: the command's stdin ends and its output breaks. sshd offers no more than that."""
         self._channel.close()
 
-    def end(self) -> int:
-        """The exit status of a command that has closed its output; one that does not end is let go of."""
+    def end(self) -> tuple[int, str]:
+        """The exit status of a command that has closed its output, and its last words or those of the host's shell.
+
+        One that does not end is let go of.
+        """
+        text = self.stderr.read().decode(errors="replace")
         if not self._channel.status_event.wait(START_S):
             self.kill()
-        return self._code()
+        return self._code(), text if self._output.marked else self._output.before.decode(errors="replace") + text
 
     def __enter__(self) -> Self:
         return self
@@ -121,16 +129,34 @@ def _started(transport: Transport, command: str) -> Channel:
 class _Source(io.RawIOBase):
     """One of a channel's two streams from the remote command."""
 
-    def __init__(self, receive: Callable[[int], bytes], channel: Channel) -> None:
-        self._receive, self._channel = receive, channel
+    def __init__(self, receive: Callable[[int], bytes]) -> None:
+        self._receive = receive
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        data = self._receive(len(buffer))
+        data = self._more(len(buffer))
         buffer[: len(data)] = data
         return len(data)
+
+    def _more(self, size: int) -> bytes:
+        return self._receive(size)
+
+
+class _Marked(_Source):
+    """The same from the MARK on; without one there is nothing, and `before` has the end of what came instead."""
+
+    before = rest = b""
+    marked = False
+
+    def _more(self, size: int) -> bytes:
+        while not self.marked and (data := self._receive(CHUNK)):
+            self.before, mark, self.rest = (self.before + data).partition(MARK)
+            self.marked = bool(mark)
+            self.before = self.before[-BEFORE:]
+        data, self.rest = self.rest[:size], self.rest[size:]
+        return data or (self._receive(size) if self.marked else b"")
 
 
 class _Sink(io.RawIOBase):

@@ -86,15 +86,19 @@ def push(place: Ssh, payloads: Mapping[str, Payload], who: str) -> dict[str, Pus
             link.kill()
 
 
-def compare(place: Ssh, payloads: Mapping[str, Payload]) -> dict[str, list[str]]:
-    """What a push would send to each node; nothing is changed."""
+def compare(place: Ssh, payloads: Mapping[str, Payload], idle: bool = False) -> dict[str, list[str]]:
+    """What a push would send to each node; nothing is changed. With `idle`, no run of this rack may be alive there."""
 
     def ask(node: str) -> list[str]:
         with place.receiver(node, "compare") as link:
             tell(link, [words(*named(sha256(payloads[node].files)))])
-            return list(hear(link)["want"])
+            said = hear(link)
+        if idle and said["run"]:
+            raise Lacking(f"run {said['run']} is still alive here")
+        return list(said["want"])
 
-    return _all_of(place.each(ask), "see make preflight HOSTS=…")
+    hint = "make collect HOSTS=… shows how it stands, make stop HOSTS=… ends it" if idle else "make preflight HOSTS=…"
+    return _all_of(place.each(ask), hint)
 
 
 def _stage(

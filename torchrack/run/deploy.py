@@ -178,7 +178,7 @@ def ready_for(live: LiveRack, job: Job, shared: Mapping[str, bytes], progress: P
     have = json.loads((live.folder.place / DEPLOYED).read_text())
     with progress.phase(HostPhase.PUSH) as said:
         if all(load.digest == have.get(node) for node, load in loads.items()):
-            changed = {node: paths for node, paths in compare(live.place, loads).items() if paths}
+            changed = {node: paths for node, paths in compare(live.place, loads, idle=True).items() if paths}
             if changed:
                 what = "; ".join(f"{', '.join(paths[:3])} on {node}" for node, paths in list(changed.items())[:SHOWN])
                 raise Lacking(f"not as it was deployed: {what}", f"make deploy{hosts_flag(live.rack.name)}")

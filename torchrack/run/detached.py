@@ -43,7 +43,11 @@ def start_detached(
     assert isinstance(place, Ssh)
     run = RunSpec(id=folder.name, target=target.path, args=args, deadline=deadline, title=target.title)
     execution = Execution(live, plan(live.rack, live.facts, job), run, target, folder, progress)
-    specs = execution.prepare()
+    try:
+        specs = execution.prepare()
+    except BaseException:
+        execution.forget()
+        raise
     write_json(
         folder / MARK,
         {"job": job.model_dump(), "run": run.model_dump(), "title": target.title, "folder": target.folder,
@@ -53,7 +57,8 @@ def start_detached(
         answers = place.each(lambda node: _start(place, node, run.id, specs[node]))
         failed = {node: answer for node, answer in answers.items() if isinstance(answer, TorchrackError)}
         if failed:
-            place.each(place.end_runs)
+            execution.reap()  # of this run alone: another may be at work there
+            execution.forget()
             raise Lacking("\n".join(f"{node}: {error.message}" for node, error in failed.items()), "as the lines say")
         said.append(f"{len(answers)} supervisors, on their own for at most {deadline:.0f} s")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -65,14 +66,25 @@ class Execution:
         self.agent_tail: dict[str, list[str]] = {}
         self.refusals: list[str] = []
         self.stacks: Stacks = {}
-        self.interrupted, self.streams = False, True
+        self.started, self.interrupted, self.streams = False, False, True
         self.failed_at: float | None = None
         self.losses = Losses(plan.job, len(plan.present) * plan.job.nproc)
         self.scripts: dict[str, dict[str, bytes]] = {}
         self.began = time.monotonic()
 
     def execute(self) -> RunResult:
-        """Run to the end and return the record that was written. Ctrl-C ends the job everywhere, then returns too."""
+        """Run to the end and return the record that was written. Ctrl-C ends the job everywhere, then returns too.
+
+        A run that could not be started leaves nothing, neither on the nodes nor here.
+        """
+        try:
+            return self._execute()
+        except BaseException:
+            if not self.started:
+                self.forget()
+            raise
+
+    def _execute(self) -> RunResult:
         self._put_scripts()
         nodes = [node.node for node in self.plan.present]
         with (
@@ -130,6 +142,7 @@ class Execution:
             if self.refusals or len(self.ready) < len(self.plan.present):
                 raise self._not_started(team)
             said.append(f"{len(self.ready)} supervisors")
+        self.started = True
         team.send_all("go")
 
     def _spec(self, node: NodePlan, deadline: float) -> dict[str, object]:
@@ -258,7 +271,7 @@ class Execution:
             out = self.folder / "out"
             said.append(collect_outputs(self.live.place, self.plan, self.run.id, self.target, out))
             said += [f"in {shown(out)}"] if any(out.iterdir()) else []
-        self._reap()
+        self.reap()
         self._show_agents()
         with self.progress.phase(Phase.RECORD) as said:
             self._write_stacks()
@@ -286,7 +299,20 @@ class Execution:
         with disk_errors(str(self.folder)):
             (self.folder / "stacks.txt").write_text("\n\n".join(map(told, rows)) + "\n")
 
-    def _reap(self) -> None:
+    def forget(self) -> None:
+        """Remove what this run has put on the nodes, and its folder here; a node that is gone keeps its part."""
+
+        def act(node: NodePlan) -> None:
+            with suppress(TorchrackError):
+                place = self.live.place
+                place.run(node.node, ["rm", "-rf", "--", f"{place.home(node.node)}/runs/{self.run.id}"], timeout=15)
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(act, self.plan.present))
+        self.logs.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def reap(self) -> None:
         """A supervisor that went without its `done` may have left ranks: end what carries the run's tag."""
         for node in {node.node for node in self.plan.present} - set(self.left):
             place = self.live.place

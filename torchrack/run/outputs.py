@@ -1,4 +1,4 @@
-"""Bring home what the ranks wrote, to $OUT or to their working directory; then the run's folder leaves the nodes."""
+"""Bring home what the ranks wrote, to $OUT or to their working directory; once it is here it leaves the nodes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Timer
 from typing import Any
 
-from torchrack.model.errors import TorchrackError
+from torchrack.model.errors import NotEnough, NotPermitted, TorchrackError
 from torchrack.places.base import Place, Process
 from torchrack.plan.plan import Plan
 from torchrack.run.folder import disk_errors
@@ -37,15 +37,17 @@ def collect_outputs(place: Place, plan: Plan, run: str, target: Target, out: Pat
     beside = len(names) - written - dumps
     told += [f"{beside} file{'s' * (beside != 1)} from the working directories"] if beside else []
     told += [f"{dumps} flight recorders"] if dumps else []
-    told += [f"{', '.join(gone)} could not be asked"] if gone else []
+    told += [f"not all of {', '.join(gone)} came, and it is still there"] if gone else []
     return ", ".join(told) or "nothing was written"
 
 
 def _fetched(place: Place, node: str, run: str, target: Target, out: Path) -> list[str] | None:
-    """None: the node does not answer any more, and the record is kept without it."""
+    """None: the node does not answer, or not to the end, and the record is kept without it."""
     try:
         return _fetch(place, node, run, target, out)
-    except TorchrackError:
+    except (NotEnough, NotPermitted):  # this machine's disk, which is no fault of the node
+        raise
+    except (TorchrackError, tarfile.TarError, EOFError):
         return None
 
 
@@ -65,16 +67,21 @@ def _fetch(place: Place, node: str, run: str, target: Target, out: Path) -> list
 def _extract(process: Process, before: list[str], out: Path) -> list[str]:
     assert process.stdout and process.stdin
     with suppress(OSError):
-        process.stdin.write(json.dumps(before).encode())
-        process.stdin.close()
+        process.stdin.write(json.dumps(before).encode() + b"\n")
+        process.stdin.flush()
     names = []
-    with suppress(tarfile.ReadError), tarfile.open(fileobj=process.stdout, mode="r|") as tar, disk_errors(str(out)):
-        for member in tar:
-            if harmless(member):
-                tar.extract(member, out, **FILTER)
-            if member.isfile():
-                names.append(member.name)
-    process.stdout.read()
+    if process.stdout.readline() == b"tar\n":
+        with tarfile.open(fileobj=process.stdout, mode="r|") as tar, disk_errors(str(out)):
+            for member in tar:
+                if harmless(member):
+                    tar.extract(member, out, **FILTER)
+                if member.isfile():
+                    names.append(member.name)
+    if process.stdout.readline() != b"end\n":
+        raise EOFError
+    with suppress(OSError):
+        process.stdin.write(b"kept\n")
+        process.stdin.close()
     return names
 
 

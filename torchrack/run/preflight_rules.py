@@ -211,7 +211,8 @@ def leftovers(seen: Seen) -> Iterator[Check]:
     for report in seen.reports:
         alive = report.health.runs
         value = ", ".join(f"run {r.run}: {len(r.pids)} process{'es' * (len(r.pids) != 1)}" for r in alive) or "none"
-        which = "HOSTS=…" if seen.rack == "remote" else f"HOSTS=… RACK={seen.rack}"
+        rack = next((run.rack for run in alive if run.rack), seen.rack)
+        which = "HOSTS=…" if rack == "remote" else f"HOSTS=… RACK={rack}"
         fix = f"make collect {which} shows how it stands, if it is yours; make stop {which} ends it" if alive else ""
         state: State = "fail" if alive else "ok"
         yield Check(node=report.node, check="earlier runs", state=state, value=value, why=why, fix=fix)

@@ -52,9 +52,10 @@ def script_target(script: Path, run: str) -> Target:
 
 
 def _files(folder: Path) -> Iterator[tuple[str, bytes]]:
-    total = 0
-    for base, names, files in os.walk(folder):
-        names[:] = sorted(n for n in names if n not in SKIPPED)
+    total, seen = 0, {os.path.realpath(folder)}
+    for base, names, files in os.walk(folder, followlinks=True):  # a link to data elsewhere is meant to be read
+        names[:] = sorted(n for n in names if n not in SKIPPED and os.path.realpath(f"{base}/{n}") not in seen)
+        seen |= {os.path.realpath(f"{base}/{n}") for n in names}
         for name in sorted(files):
             path = Path(base) / name
             if not path.is_file():
