@@ -252,19 +252,28 @@ def test_packets_that_are_too_large_for_the_way(there: Machines, place: Ssh) -> 
     assert ("node1", "fail") in {(row.node, row.state) for row in rows if row.check == "MTU"}
 
 
-def test_a_rendezvous_port_that_is_taken(there: Machines, place: Ssh) -> None:
+@contextlib.contextmanager
+def port_taken(there: Machines) -> Iterator[None]:
+    """Somebody listens on node0 where the agents want to meet."""
     code = (
         "import socket, sys; s = socket.create_server(('10.78.0.10', 29400)); print('on', flush=True); sys.stdin.read()"
     )
     with there.place.spawn("node0", [sys.executable, "-I", "-c", code]) as taken:
         assert taken.stdout and taken.stdout.readline() == b"on\n"
-        rows = preflight(
-            place, Rack(name="faults", nodes=2, runtime="ssh"), Job(), Progress(Quiet()), probes=False
-        ).rows
-        assert taken.stdin
-        taken.stdin.close()
+        try:
+            yield
+        finally:
+            assert taken.stdin
+            taken.stdin.close()
+
+
+@pytest.mark.parametrize("probes", [False, True])
+def test_a_rendezvous_port_that_is_taken(there: Machines, place: Ssh, probes: bool) -> None:
+    rack = Rack(name="faults", nodes=2, runtime="ssh")
+    with port_taken(there):
+        rows = preflight(place, rack, Job(), Progress(Quiet()), probes=probes).rows
     bad = [row for row in rows if row.state != "ok"]
-    assert [(row.node, row.check) for row in bad] == [("node0", "rendezvous port")]
+    assert [(row.node, row.check) for row in bad] == [("node0", "rendezvous port")], "said once"
 
 
 def test_the_same_checks_run_on_a_local_rack(there: Machines) -> None:
@@ -461,6 +470,16 @@ def test_a_data_port_that_was_closed_after_the_deploy(there: Machines, cli: Remo
     assert done.returncode == 4 and "nothing was started: node1 did not pass" in done.stderr, done.stderr
     assert "data network" in done.stdout and "node0:29400" in done.stderr
     assert runs(cli) == before and nothing_runs(there)
+
+
+def test_a_rendezvous_port_that_was_taken_after_the_deploy(there: Machines, cli: Remote, tmp_path: Path) -> None:
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    assert cli.on(there, "deploy").returncode == 0
+    with port_taken(there):
+        done = cli.on(there, "launch", "--deadline", "120", str(tmp_path / "sleeper.py"))
+    assert done.returncode == 4 and "nothing was started: node0 did not pass" in done.stderr, done.stderr
+    assert "rendezvous port: 29400 is taken" in done.stderr and "PORT=29401" in done.stderr
+    assert nothing_runs(there)
 
 
 TALK = r"""#!/bin/sh

@@ -3,7 +3,7 @@
 Blocks of words come, as in worker.py; lines go back, each a Python literal.
 
     <- NIC ADDRESS PORT                      our data NIC and its address, the rendezvous port
-    -> {"ports": [port], "mtu": bytes}       listening on it (if free) and on a port of the kernel's choice, TCP and UDP
+    -> {"ports": [port], "busy", "mtu"}      listening on it, unless it is busy, and on a port of the kernel's choice
     <- NODE ADDRESS PORTS NODE …             peers, each with its ports, commas between them
     -> {"seen": {node: {"dev", "src", "ports": {port: why or ""}, "mtu": why or ""}}}
     <- anything: every host has looked       -> {"over": True}, and nobody listens any more
@@ -54,12 +54,12 @@ class Doors:
     """A greeter on the rendezvous port, unless it is taken, and one with a UDP echo beside it on any port."""
 
     def __init__(self, address: str, wanted: int) -> None:
-        self.greeters: list[socket.socket] = []
+        self.greeters, self.busy = list[socket.socket](), ""
         for number in (wanted, 0):
             try:
                 self.greeters.append(socket.create_server((address, number)))
-            except OSError:
-                continue  # whose the taken port is, facts.py and the job's own error tell
+            except OSError as error:
+                self.busy = error.strerror or str(error)
         self.ports = [server.getsockname()[1] for server in self.greeters]
         self.echo = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self.echo.bind((address, self.ports[-1] if self.ports else 0))
@@ -186,7 +186,7 @@ def mtu_of(nic: str) -> int:
 def main() -> None:
     nic, own, port = words()
     doors, mtu = Doors(own, int(port)), mtu_of(nic)
-    say(ports=doors.ports, mtu=mtu)
+    say(ports=doors.ports, busy=doors.busy, mtu=mtu)
     told = words()
     peers = [(told[i], told[i + 1], told[i + 2].split(",")) for i in range(0, len(told) - 2, 3)]
     say(seen=look_at(own, peers, mtu))

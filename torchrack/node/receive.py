@@ -115,12 +115,13 @@ def remove(path: str) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def write(path: str, content: bytes) -> None:
+def write(path: str, content: bytes, name: str = "") -> None:
+    """`name`: what the file will be called, if not as now."""
     with open(path, "wb", 0) as file:
         left = memoryview(content)
         while left:
             left = left[file.write(left) :]
-    os.chmod(path, 0o755 if path.endswith(".sh") else 0o644)
+    os.chmod(path, 0o755 if (name or path).endswith(".sh") else 0o644)
 
 
 def replace(path: str, content: bytes) -> None:
@@ -128,7 +129,7 @@ def replace(path: str, content: bytes) -> None:
     os.makedirs(os.path.dirname(path), exist_ok=True)
     part = f"{path}.{os.getpid()}.part"
     try:
-        write(part, content)
+        write(part, content, path)
         os.replace(part, path)
     except BaseException:
         if os.path.exists(part):

@@ -20,6 +20,7 @@ from pydantic import Field
 
 from torchrack.model.errors import (
     CommandFailed,
+    NotEnough,
     NotFound,
     NotPermitted,
     NotRunning,
@@ -299,6 +300,8 @@ class Ssh(SpawnPlace):
             said = self._heard(node, process)
             tell(process, (block(zlib.compress(files[path], 1)) for path in said.get("want", ())))
             said = self._heard(node, process) if "want" in said else said
+        if "No space left" in said.get("failed", ""):
+            raise NotEnough(f"{node}: {said['failed']}", f"free some there: df -h {self.home(node)}")
         if "done" not in said:
             raise NotPermitted(f"{node}: {said.get('refused') or said.get('failed')}", "make deploy HOSTS=…")
 

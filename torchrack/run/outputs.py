@@ -74,6 +74,7 @@ def _extract(process: Process, before: list[str], out: Path) -> list[str]:
         with tarfile.open(fileobj=process.stdout, mode="r|") as tar, disk_errors(str(out)):
             for member in tar:
                 if harmless(member):
+                    (out / member.name).parent.mkdir(parents=True, exist_ok=True)  # another node may be at it too
                     tar.extract(member, out, **FILTER)
                 if member.isfile():
                     names.append(member.name)

@@ -66,7 +66,10 @@ def network(place: Place, found: Outcome, job: Job, progress: Progress, *, deep:
     """The second round: the hosts that answered look at each other. `found` with the rows of that."""
     with progress.phase(HostPhase.NETWORK) as said:
         fabric = {node: own["fabric"] for node, own in found.nics.items()}
-        rows = [*probe(place, fabric, job.port, deep), *(_imports(place) if deep else ())]
+        port = 0 if job.mode == "standalone" else job.port
+        rows = [*probe(place, fabric, port, deep), *(_imports(place) if deep else ())]
+        told = {(row.node, row.check) for row in found.rows}
+        rows = [row for row in rows if (row.node, row.check) not in told]  # the facts told of a busy port already
         said.append("every node to every other" if deep else "each node to its peers")
     return replace(found, rows=(*found.rows, *rows))
 

@@ -12,6 +12,8 @@ from torchrack.model.health import Report
 from torchrack.model.job import Job
 from torchrack.model.rack import GiB, MiB, NetName, Nic, size_text
 
+MEETS = "the agents meet in a store on this port of the first node"
+
 CLOCK_S = 1.0
 SHM_LEAST, SHM_GOOD = 128 * MiB, GiB
 NOFILE_GOOD = 4096
@@ -201,7 +203,7 @@ def port(seen: Seen) -> Iterator[Check]:
             check="rendezvous port",
             state="fail" if taken else "ok",
             value=f"{wanted} is taken" if taken else f"{wanted} is free",
-            why="the agents meet in a store on this port of the first node",
+            why=MEETS,
             fix=f"ssh {report.health.host} ss -ltnp shows by whom; or PORT={wanted + 1}" if taken else "",
         )
 

@@ -13,6 +13,7 @@ from torchrack.model.errors import TorchrackError
 from torchrack.model.rack import Nic
 from torchrack.places.base import Place, Process
 from torchrack.places.talk import lines, tell, words
+from torchrack.run.preflight_rules import MEETS
 
 SOURCE = (Path(__file__).parents[1] / "node" / "probe.py").read_text()
 DEADLINE = 20.0
@@ -53,13 +54,25 @@ def probe(place: Place, nics: Mapping[str, Nic], port: int, deep: bool) -> list[
     silent |= {node: str(said.get("error", "no answer")) for node, said in listening.items() if node not in able}
     silent |= {node: str(seen[node].get("error", "no answer")) for node in able if "seen" not in seen[node]}
     mtus = {node: listening[node]["mtu"] for node in able}
-    return [*_unable(silent), *rows({node: said["seen"] for node, said in seen.items() if "seen" in said}, nics, mtus)]
+    busy = {node: listening[node]["busy"] for node in able if node == nodes[0] and listening[node]["busy"]}
+    return [
+        *_unable(silent),
+        *_busy(busy, port),
+        *rows({node: said["seen"] for node, said in seen.items() if "seen" in said}, nics, mtus),
+    ]
 
 
 def _unable(silent: Mapping[str, str]) -> Iterator[Check]:
     for node, why in silent.items():
         fix = "see the other rows"
         yield Check(node=node, check="data network", state="could not run", value=why, why=WHY, fix=fix)
+
+
+def _busy(found: Mapping[str, str], port: int) -> Iterator[Check]:
+    for node, why in found.items():
+        fix = f"ss -ltnp there shows by whom; or PORT={port + 1}"
+        value = f"{port} is taken: {why}"
+        yield Check(node=node, check="rendezvous port", state="fail", value=value, why=MEETS, fix=fix)
 
 
 def rows(seen: Mapping[str, Mapping[str, Any]], nics: Mapping[str, Nic], mtus: Mapping[str, int]) -> Iterator[Check]:
