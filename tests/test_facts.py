@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import socket
 import subprocess
 import sys
 import venv
@@ -73,3 +74,17 @@ def test_health_names_what_a_deploy_put_there(tmp_path: Path) -> None:
     assert len(first) == 8
     (current / "scripts/env.sh").write_text("export A=2\n")
     assert said() not in ("", first)
+
+
+def test_listeners_are_told_by_kernels_without_sock_diag_too() -> None:
+    names: dict[str, Any] = {}
+    exec(FACTS_SCRIPT.read_text().removesuffix("main()\n"), names)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert port in names["listening"](), "as it is"
+        names["kernel"] = refuses
+        assert port in names["listening"]()
+
+
+def refuses(*_: object) -> None:
+    raise OSError(2, "netlink")
