@@ -204,6 +204,14 @@ def test_overlapping_subnets_are_refused() -> None:
 # What nodes see of each other
 
 
+def test_a_run_that_is_alive_is_ended_by_the_rack_it_belongs_to() -> None:
+    def fix(**run: object) -> str:
+        return judged(report(0, runs=[{"run": "r1", "pids": [5], **run}]), report(1))["node0", "earlier runs"].fix
+
+    assert "make stop HOSTS=… RACK=b ends it" in fix(rack="b")
+    assert "make stop HOSTS=… ends it" in fix(rack="remote") and "RACK=" not in fix(rack="remote")
+
+
 @pytest.mark.parametrize(("count", "looks"), [(2, 1), (8, 7), (9, 4), (64, 4)])
 def test_few_looks_reach_everybody(count: int, looks: int) -> None:
     nodes = [f"node{i}" for i in range(count)]
