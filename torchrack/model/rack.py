@@ -47,6 +47,7 @@ RuntimeName = LocalRuntime | Literal["ssh"]
 
 
 class Model(BaseModel):
+    # Built when first used: most commands use few of them.
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 

@@ -1,6 +1,6 @@
 """Can this host reach its peers on the data network as a job would? Runs there, standard library only.
 
-Blocks of words come, as in worker.py; lines go back, each a Python literal.
+Lines of words come, each when the one before was answered; lines go back, each a Python literal.
 
     <- NIC ADDRESS PORT                      our data NIC and its address, the rendezvous port
     -> {"ports": [port], "busy", "mtu"}      listening on it, unless it is busy, and on a port of the kernel's choice
@@ -29,20 +29,6 @@ HEADERS = 28  # bytes of IPv4 and UDP
 GREETING = b"torchrack"
 GETROUTE, REQUEST, NEWROUTE = 26, 1, 24  # of rtnetlink(7)
 DST, OIF, PREFSRC = 1, 4, 7
-
-
-def words() -> list[str]:
-    return exactly(int(exactly(8), 16)).decode().split("\0")
-
-
-def exactly(size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        more = os.read(0, size - len(data))
-        if not more:
-            sys.exit()
-        data += more
-    return data
 
 
 def say(**fields: object) -> None:
@@ -184,13 +170,13 @@ def mtu_of(nic: str) -> int:
 
 
 def main() -> None:
-    nic, own, port = words()
+    nic, own, port = sys.stdin.readline().split()
     doors, mtu = Doors(own, int(port)), mtu_of(nic)
     say(ports=doors.ports, busy=doors.busy, mtu=mtu)
-    told = words()
-    peers = [(told[i], told[i + 1], told[i + 2].split(",")) for i in range(0, len(told) - 2, 3)]
+    told = sys.stdin.readline().split()
+    peers = [(told[i], told[i + 1], told[i + 2].split(",")) for i in range(0, len(told), 3)]
     say(seen=look_at(own, peers, mtu))
-    words()
+    sys.stdin.readline()
     doors.close()
     say(over=True)
 

@@ -12,7 +12,7 @@ from torchrack.model.checks import Check
 from torchrack.model.errors import TorchrackError
 from torchrack.model.rack import Nic
 from torchrack.places.base import Place, Process
-from torchrack.places.talk import lines, tell, words
+from torchrack.places.talk import lines, tell
 from torchrack.run.preflight_rules import MEETS
 
 SOURCE = (Path(__file__).parents[1] / "node" / "probe.py").read_text()
@@ -132,7 +132,7 @@ def _ask(
 
 
 def _one(process: Process, given: Sequence[str]) -> dict[str, Any]:
-    tell(process, [words(*given)])
+    tell(process, [" ".join(given).encode() + b"\n"])
     try:
         if said := next(lines(process), None):
             return said
